@@ -1,0 +1,119 @@
+"""The keeper of the ledger: a thread in every API and worker process that reaps what is due and pumps what waits.
+
+Any number of keepers is right, since each transition is one atomic script; a lock only saves them work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import uuid
+
+import structlog
+from celery import Celery
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
+
+from tasks import keys
+from tasks.invitations import invite
+from tasks.ledger import SyncLedger
+from tasks.redis_clients import connect
+from tasks.settings import Settings
+
+_log = structlog.get_logger("carpool.keeper")
+#: The lock is held under 2 s, so that a dead holder leaves no false outage behind.
+_LOCK_MS = 1900
+_REAP_PAGE = 50
+
+
+class Keeper:
+    """Pumps a pool as soon as it is told to, and looks at everything once a tick."""
+
+    def __init__(self, settings: Settings, celery: Celery) -> None:
+        self._settings = settings
+        self._celery = celery
+        self._id = uuid.uuid4().hex
+        self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="carpool-keeper", daemon=True)
+        self._stopping = threading.Event()
+        self._trouble = ""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self, pool: str) -> None:
+        """Ask for a pump of this pool, from any thread; returns at once."""
+        self._wanted.put(pool)
+
+    def close(self) -> None:
+        """End the thread; bounded by the Redis timeout."""
+        self._stopping.set()
+        self._wanted.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout=4 * self._settings.redis_timeout_s)
+
+    def _run(self) -> None:
+        client = connect(self._settings)
+        ledger = SyncLedger(client, self._settings)
+        next_tick = time.monotonic()
+        try:
+            while not self._stopping.is_set():
+                pools = self._wait(max(0.0, next_tick - time.monotonic()))
+                if self._stopping.is_set():
+                    return
+                try:
+                    for pool in pools:
+                        self._pump(ledger, pool)
+                    if time.monotonic() >= next_tick:
+                        next_tick = time.monotonic() + self._settings.reaper_tick_s
+                        self._tick(ledger)
+                    self._recovered()
+                except (RedisError, OperationalError, OSError) as error:
+                    # whatever was wanted is seen again by the next tick
+                    self._failed(error)
+        finally:
+            client.close()
+
+    def _wait(self, timeout_s: float) -> set[str]:
+        """The pools that were asked for, all that are known by now; an empty set when the tick is due."""
+        pools: set[str] = set()
+        with contextlib.suppress(queue.Empty):
+            pools.add(self._wanted.get(timeout=timeout_s) or "")
+            while True:
+                pools.add(self._wanted.get_nowait() or "")
+        pools.discard("")
+        return pools
+
+    def _pump(self, ledger: SyncLedger, pool: str) -> None:
+        invitations = ledger.run(ledger.calls.pump(pool))
+        if invitations:
+            invite(self._celery, invitations)
+
+    def _tick(self, ledger: SyncLedger) -> None:
+        if not self._holds_lock(ledger):
+            return
+        looked_at = _REAP_PAGE
+        while looked_at == _REAP_PAGE and not self._stopping.is_set():
+            reaped = ledger.run(ledger.calls.reap())
+            looked_at = reaped.looked_at
+            if reaped.invitations:
+                invite(self._celery, reaped.invitations)
+        for pool in ledger.client.hkeys(keys.MODELS):
+            self._pump(ledger, str(pool))
+
+    def _holds_lock(self, ledger: SyncLedger) -> bool:
+        if ledger.client.set(keys.REAPER, self._id, nx=True, px=_LOCK_MS):
+            return True
+        return bool(ledger.client.get(keys.REAPER) == self._id and ledger.client.pexpire(keys.REAPER, _LOCK_MS))
+
+    def _failed(self, error: Exception) -> None:
+        if not self._trouble:
+            _log.warning("keeper_waits_for_redis", error=str(error))
+        self._trouble = str(error)
+
+    def _recovered(self) -> None:
+        if self._trouble:
+            _log.info("keeper_reached_redis_again")
+        self._trouble = ""

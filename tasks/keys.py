@@ -1,0 +1,96 @@
+"""Every name in Redis: who writes it, what it holds, how long it lives.
+
+| key | holds | written by | lives |
+|---|---|---|---|
+| `{carpool}:j:<id>` hash | the record of a job | scripts | deadline + retention, from its end on: retention |
+| `{carpool}:l:<id>` stream | its log | claim, step, terminal | as the record |
+| `{carpool}:t:<id>` string | its text so far | accept, step, terminal | as the record |
+| `{carpool}:g:<id>` hash | a group of jobs | accept, terminal | as its longest child |
+| `{carpool}:idem:<hash>` hash | an idempotency key: job id, hash of the body | accept | as the record, at least CARPOOL_IDEMPOTENCY_S |
+| `{carpool}:att:<id>` zset | who waits for a job | API | as the record |
+| `{carpool}:tomb:<id>` | a task sent with plain Celery has ended | terminal | 7 days |
+| `{carpool}:wait:<pool>`, `{carpool}:inv:<pool>` zsets | queued jobs in order; invited when | scripts | as the longest job |
+| `{carpool}:due` zset | when to look at a job next | scripts | as the longest job |
+| `{carpool}:jobs:<key>` zset | an API key's jobs by time | accept | as the longest job |
+| `{carpool}:w:<incarnation>` hash, `{carpool}:ws:<pool>` zset | a worker's heartbeat; the workers of a pool | heartbeat | five heartbeats |
+| `{carpool}:card:<hash>` string | a tokenizer for the API to count with | worker | an hour after the last heartbeat |
+| `{carpool}:tick`, `{carpool}:grace`, `{carpool}:reaper` | last look of the reaper; end of grace; its lock | reaper | minutes |
+| `celery-task-meta-<id>` string | Celery's result record | claim, terminal | retention |
+| `{carpool}:models` hash, `{carpool}:schema` string | pools that have ever been served; version of the ledger | worker; start | for ever, constant in number |
+| `carpool.<pool>`, `carpool` lists, `_kombu.binding.*`, `{carpool}:unacked*` | the broker's own | kombu | kombu's |
+
+Channels carry the database's number, because PUBLISH ignores it.
+"""
+
+from __future__ import annotations
+
+PREFIX = "{carpool}:"
+DUE = f"{PREFIX}due"
+TICK = f"{PREFIX}tick"
+GRACE = f"{PREFIX}grace"
+REAPER = f"{PREFIX}reaper"
+MODELS = f"{PREFIX}models"
+SCHEMA = f"{PREFIX}schema"
+
+UNACKED = f"{PREFIX}unacked"
+UNACKED_INDEX = f"{PREFIX}unacked_index"
+UNACKED_MUTEX = f"{PREFIX}unacked_mutex"
+
+#: Queue of tasks that are sent with plain Celery, without the API.
+NATIVE_QUEUE = "carpool"
+TASK_NAME = "carpool.generate"
+
+
+def record(id: str) -> str:
+    return f"{PREFIX}j:{id}"
+
+
+def log(id: str) -> str:
+    return f"{PREFIX}l:{id}"
+
+
+def text(id: str) -> str:
+    return f"{PREFIX}t:{id}"
+
+
+def group(id: str) -> str:
+    return f"{PREFIX}g:{id}"
+
+
+def attached(id: str) -> str:
+    return f"{PREFIX}att:{id}"
+
+
+def wait(pool: str) -> str:
+    return f"{PREFIX}wait:{pool}"
+
+
+def invited(pool: str) -> str:
+    return f"{PREFIX}inv:{pool}"
+
+
+def worker(incarnation: str) -> str:
+    return f"{PREFIX}w:{incarnation}"
+
+
+def pool_workers(pool: str) -> str:
+    return f"{PREFIX}ws:{pool}"
+
+
+def card(digest: str) -> str:
+    return f"{PREFIX}card:{digest}"
+
+
+def queue(pool: str) -> str:
+    """The pool's Celery queue, which is also the name of kombu's list."""
+    return f"carpool.{pool}"
+
+
+def channel(db: int, id: str) -> str:
+    """Where a job's log entries are published."""
+    return f"{PREFIX}{db}:c:{id}"
+
+
+def owner_channel(db: int, incarnation: str) -> str:
+    """Where a worker is told that one of its riders has to stop."""
+    return f"{PREFIX}{db}:o:{incarnation}"

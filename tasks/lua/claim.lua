@@ -1,0 +1,57 @@
+-- One owner; attempts bounded. ARGV[2]: JSON {id, nonce, fingerprint, incarnation, worker, pid}.
+-- Returns {verdict, …}: ok with epoch, k, strikes, struck_at, stop, deadline, params, seed, input, default_tokens;
+-- or gone, ended (with the status), taken, mismatch.
+local R = cjson.decode(ARGV[2])
+local id, key = R.id, KEYS[1]
+local j = fields(key, 'v', 'status', 'epoch', 'owner', 'lease', 'stop', 'k', 'claims', 'claim_k', 'strikes', 'struck_at',
+  'boarded', 'fingerprint', 'deadline', 'pool', 'params', 'seed', 'input', 'default_tokens', 'started_at')
+
+local function granted(epoch, strikes, struck_at, stop)
+  return { 'ok', epoch, j.k, strikes, struck_at, stop, j.deadline, j.params, j.seed, j.input, j.default_tokens }
+end
+
+if j.status == '' then return { 'gone' } end
+if tonumber(j.v) > C.version then return { 'newer', j.v } end
+if j.status ~= 'queued' and j.status ~= 'running' then return { 'ended', j.status } end
+if j.status == 'running' and j.owner == R.nonce then return granted(j.epoch, j.strikes, j.struck_at, j.stop) end
+if not (j.status == 'queued' or (tonumber(j.lease) < NOW and past_grace())) then return { 'taken' } end
+if j.fingerprint ~= '' and j.k ~= '0' and j.fingerprint ~= R.fingerprint then
+  redis.call('ZREM', inv_key(j.pool), id)
+  return { 'mismatch' }
+end
+if j.stop ~= '' then
+  terminal_stop(id, j.stop)
+  return { 'ended', j.stop }
+end
+if NOW >= tonumber(j.deadline) then
+  terminal_stop(id, 'expired')
+  return { 'ended', 'expired' }
+end
+
+local claims = 1
+if j.status == 'running' then
+  if j.boarded ~= '' and charge(id, 'its worker died or lost touch') then return { 'ended', 'failed' } end
+  if j.k == j.claim_k then claims = tonumber(j.claims) + 1 end
+end
+if claims > C.max_claims then
+  terminal(id, 'failed', 'error', error_json('claims_exhausted', string.format('the job was taken up %s times in a row ' ..
+    'without one more token: its workers die before it boards. Look at the logs of the workers', int(C.max_claims))), '')
+  return { 'ended', 'failed' }
+end
+
+local struck = fields(key, 'strikes', 'struck_at')
+local epoch = int(tonumber(j.epoch) + 1)
+local lease = NOW + C.lease
+redis.call('HSET', key, 'status', 'running', 'epoch', epoch, 'owner', R.nonce, 'incarnation', R.incarnation, 'worker', R.worker,
+  'lease', int(lease), 'boarded', '', 'died_gen', '', 'claims', int(claims), 'claim_k', j.k, 'fingerprint', R.fingerprint,
+  'invites', '0')
+redis.call('HINCRBY', key, 'rides', 1)
+if j.started_at == '' then redis.call('HSET', key, 'started_at', int(NOW)) end
+set_due(id, due_of('running', lease, '', tonumber(j.deadline)), redis.call('PEXPIRETIME', key))
+local marker = string.format('{"v":1,"t":"marker","n":%s,"ids":[],"text":[],"worker":%s}', j.k, quote(R.worker))
+redis.call('XADD', log_key(id), epoch .. '-' .. j.k, 'd', marker)
+redis.call('PEXPIREAT', log_key(id), int(redis.call('PEXPIRETIME', key)))
+leave_queues(id, j.pool)
+publish(id, marker)
+celery_record(id, 'STARTED', string.format('{"pid":%s,"hostname":%s}', int(R.pid), quote(R.worker)), false)
+return granted(epoch, struck.strikes, struck.struck_at, '')

@@ -1,0 +1,283 @@
+-- Shared by every script of the ledger; tasks/ledger.py puts it before each of them. docs/protocol.md explains it.
+-- ARGV[1] is the configuration as JSON, KEYS are the records (hashes) of the jobs that the call speaks of. Every other
+-- key is derived from a record, so that only one who holds the record touches them; all share the tag {carpool}.
+-- Times are milliseconds of this server's clock. Each script is right when it runs twice: clients resend after a lost reply.
+local C = cjson.decode(ARGV[1])
+local P = '{carpool}:'
+local TIME = redis.call('TIME')
+local NOW = tonumber(TIME[1]) * 1000 + math.floor(tonumber(TIME[2]) / 1000)
+local NOW_US = tonumber(TIME[1]) * 1000000 + tonumber(TIME[2])
+
+local function int(x) return string.format('%.0f', x) end
+local function quote(s) return cjson.encode(s or '') end
+local function quote_or_null(s) if not s or s == '' then return 'null' end return cjson.encode(s) end
+local function number_or_null(s) if not s or s == '' then return 'null' end return s end
+local function seconds_or_null(ms) if not ms or ms == '' then return 'null' end return string.format('%.3f', tonumber(ms) / 1000) end
+
+local function record_key(id) return P .. 'j:' .. id end
+local function log_key(id) return P .. 'l:' .. id end
+local function text_key(id) return P .. 't:' .. id end
+local function group_key(id) return P .. 'g:' .. id end
+local function idem_key(hash) return P .. 'idem:' .. hash end
+local function wait_key(pool) return P .. 'wait:' .. pool end
+local function inv_key(pool) return P .. 'inv:' .. pool end
+local function pool_workers_key(pool) return P .. 'ws:' .. pool end
+local function worker_key(incarnation) return P .. 'w:' .. incarnation end
+local function queue_key(pool) return 'carpool.' .. pool end
+local DUE = P .. 'due'
+
+local function publish(id, data) redis.call('PUBLISH', P .. C.db .. ':c:' .. id, data) end
+
+-- Some fields of a hash as a table; a missing field is ''.
+local function fields(key, ...)
+  local values = redis.call('HMGET', key, ...)
+  local result = {}
+  for i, name in ipairs({...}) do result[name] = values[i] or '' end
+  return result
+end
+
+-- A key shared by many jobs lives as long as the longest of them. GT alone does nothing on a key without a TTL.
+local function keep_until(key, at)
+  redis.call('PEXPIREAT', key, at, 'NX')
+  redis.call('PEXPIREAT', key, at, 'GT')
+end
+
+local function set_due(id, at, expires)
+  redis.call('ZADD', DUE, int(at), id)
+  keep_until(DUE, int(expires))
+end
+
+local function expire_job(id, at)
+  redis.call('PEXPIREAT', record_key(id), at)
+  redis.call('PEXPIREAT', log_key(id), at)
+  redis.call('PEXPIREAT', text_key(id), at)
+end
+
+-- `due` is always: the deadline while queued; the lease while running with a stop or a passed deadline; else the earlier.
+local function due_of(status, lease, stop, deadline)
+  if status == 'queued' then return deadline end
+  if stop ~= '' or NOW >= deadline then return lease end
+  return math.min(lease, deadline)
+end
+
+-- After an outage all leases look run out: for one grace nobody takes a leased job, and none before the reaper ticks again.
+local function past_grace()
+  local tick = tonumber(redis.call('GET', P .. 'tick') or 0)
+  local grace = tonumber(redis.call('GET', P .. 'grace') or 0)
+  return NOW > grace and NOW - tick < C.tick_stale
+end
+
+local function leave_queues(id, pool)
+  redis.call('ZREM', wait_key(pool), id)
+  redis.call('ZREM', inv_key(pool), id)
+end
+
+-- Date and time of NOW in ISO 8601, for Celery's records. Civil-from-days as in Howard Hinnant's date algorithms.
+local function iso_now()
+  local days = math.floor(NOW / 86400000)
+  local ms = NOW - days * 86400000
+  local z = days + 719468
+  local era = math.floor(z / 146097)
+  local doe = z - era * 146097
+  local yoe = math.floor((doe - math.floor(doe / 1460) + math.floor(doe / 36524) - math.floor(doe / 146096)) / 365)
+  local doy = doe - (365 * yoe + math.floor(yoe / 4) - math.floor(yoe / 100))
+  local mp = math.floor((5 * doy + 2) / 153)
+  local day = doy - math.floor((153 * mp + 2) / 5) + 1
+  local month = mp < 10 and mp + 3 or mp - 9
+  local year = yoe + era * 400 + (month <= 2 and 1 or 0)
+  return string.format('%04d-%02d-%02dT%02d:%02d:%02d.%03d000+00:00', year, month, day, math.floor(ms / 3600000),
+    math.floor(ms / 60000) % 60, math.floor(ms / 1000) % 60, ms % 1000)
+end
+
+local function usage_json(prompt_tokens, k)
+  if prompt_tokens == '' then
+    return string.format('{"prompt_tokens":null,"completion_tokens":%s,"total_tokens":null}', k)
+  end
+  return string.format('{"prompt_tokens":%s,"completion_tokens":%s,"total_tokens":%s}', prompt_tokens, k,
+    int(tonumber(prompt_tokens) + tonumber(k)))
+end
+
+local function urls_json(id)
+  return string.format('{"self":"/jobs/%s","stream":"/jobs/%s/stream","cancel":"/jobs/%s/cancel"}', id, id, id)
+end
+
+-- The object of GET /jobs/{id} for one job, as JSON; false where there is no record.
+local function job_view(id)
+  local j = fields(record_key(id), 'status', 'model', 'seed', 'created_at', 'started_at', 'finished_at', 'rides', 'k',
+    'finish_reason', 'prompt_tokens', 'error', 'stop', 'pool', 'metadata', 'group', 'deadline', 'deaths')
+  if j.status == '' then return false end
+  local position = 'null'
+  if j.status == 'queued' then
+    local rank = redis.call('ZRANK', wait_key(j.pool), id)
+    if rank then position = int(rank + 1) end
+  end
+  return table.concat({
+    '{"id":', quote(id), ',"object":"job","status":', quote(j.status), ',"model":', quote(j.model), ',"seed":', j.seed,
+    ',"created_at":', seconds_or_null(j.created_at), ',"started_at":', seconds_or_null(j.started_at),
+    ',"finished_at":', seconds_or_null(j.finished_at), ',"deadline_at":', seconds_or_null(j.deadline),
+    ',"queue_position":', position, ',"eta_s":null,"attempts":', j.rides == '' and '0' or j.rides,
+    ',"cancel_requested":', j.stop == 'cancelled' and 'true' or 'false',
+    ',"text":', quote(redis.call('GET', text_key(id)) or ''), ',"finish_reason":', quote_or_null(j.finish_reason),
+    ',"usage":', usage_json(j.prompt_tokens, j.k), ',"error":', number_or_null(j.error),
+    ',"metadata":', number_or_null(j.metadata), ',"group":', quote_or_null(j.group), ',"urls":', urls_json(id), '}'
+  })
+end
+
+-- The same for a group: its own state, and the ids and texts of its children, in order.
+local function group_view(id)
+  local g = fields(group_key(id), 'status', 'model', 'seed', 'created_at', 'started_at', 'finished_at', 'n', 'left', 'metadata',
+    'error', 'deadline', 'finish_reason', 'stop')
+  if g.status == '' then return false end
+  local children, texts, prompt_tokens, tokens, started, riding = {}, {}, 0, 0, '', 0
+  for i = 0, tonumber(g.n) - 1 do
+    local child = id .. '.' .. int(i)
+    local c = fields(record_key(child), 'prompt_tokens', 'k', 'started_at', 'rides')
+    children[#children + 1] = quote(child)
+    texts[#texts + 1] = quote(redis.call('GET', text_key(child)) or '')
+    prompt_tokens = prompt_tokens + tonumber(c.prompt_tokens == '' and 0 or c.prompt_tokens)
+    tokens = tokens + tonumber(c.k == '' and 0 or c.k)
+    riding = math.max(riding, tonumber(c.rides == '' and 0 or c.rides))
+    if c.started_at ~= '' and (started == '' or tonumber(c.started_at) < tonumber(started)) then started = c.started_at end
+  end
+  local status = g.status
+  if status == 'queued' and started ~= '' then status = 'running' end
+  return table.concat({
+    '{"id":', quote(id), ',"object":"job","status":', quote(status), ',"model":', quote(g.model), ',"seed":', g.seed,
+    ',"created_at":', seconds_or_null(g.created_at), ',"started_at":', seconds_or_null(started),
+    ',"finished_at":', seconds_or_null(g.finished_at), ',"deadline_at":', seconds_or_null(g.deadline),
+    ',"queue_position":null,"eta_s":null,"attempts":', int(riding),
+    ',"cancel_requested":', g.stop == 'cancelled' and 'true' or 'false',
+    ',"text":null,"texts":[', table.concat(texts, ','), '],"children":[', table.concat(children, ','),
+    '],"finish_reason":', quote_or_null(g.finish_reason), ',"usage":', usage_json(int(prompt_tokens), int(tokens)),
+    ',"error":', number_or_null(g.error), ',"metadata":', number_or_null(g.metadata), ',"group":null,"urls":', urls_json(id), '}'
+  })
+end
+
+-- An error that a script itself finds; those of workers come as JSON from tasks/codes.py.
+local function error_json(code, message)
+  local kind = code == 'cancelled' and 'cancelled' or 'server_error'
+  return string.format('{"message":%s,"type":%s,"param":null,"code":%s}', quote(message), quote(kind), quote(code))
+end
+
+local CELERY_STATE = { succeeded = 'SUCCESS', failed = 'FAILURE', cancelled = 'REVOKED', expired = 'FAILURE' }
+
+-- Celery's own record of the result, as its Redis backend writes it (SETEX and PUBLISH): never through
+-- backend.store_result, which no fence guards.
+local function celery_record(id, state, result, done)
+  local key = 'celery-task-meta-' .. id
+  local data = string.format('{"status":"%s","result":%s,"traceback":null,"children":[],"date_done":%s,"task_id":%s}',
+    state, result, done and quote(iso_now()) or 'null', quote(id))
+  redis.call('SET', key, data, 'PX', int(C.retention))
+  redis.call('PUBLISH', key, data)
+end
+
+local function celery_end(id, status, view, error)
+  local result = view
+  local reason = error ~= '' and cjson.decode(error) or {}
+  if status == 'cancelled' then
+    result = '{"exc_type":"TaskRevokedError","exc_message":["cancelled"],"exc_module":"celery.exceptions"}'
+  elseif status ~= 'succeeded' then
+    result = string.format('{"exc_type":"JobFailed","exc_message":[%s,%s,%s],"exc_module":"tasks.codes"}', quote(reason.message),
+      quote(reason.code), quote(id))
+  end
+  celery_record(id, CELERY_STATE[status], result, true)
+end
+
+-- An idempotency key lives as long as its record, and the record as long as the key is promised to be remembered.
+local function end_of_life(idem)
+  return int(NOW + ((idem ~= '') and math.max(C.retention, C.idempotency) or C.retention))
+end
+
+local RANK = { succeeded = 0, expired = 1, cancelled = 2, failed = 3 }
+
+-- One child of a group has ended. The last one ends the group: failed > cancelled > expired > succeeded.
+local function group_child_ended(group, child, status, error)
+  local key = group_key(group)
+  local g = fields(key, 'worst', 'idem', 'n')
+  if g.n == '' then return end
+  if g.worst == '' or RANK[status] > RANK[g.worst] then
+    redis.call('HSET', key, 'worst', status, 'error', error, 'culprit', child)
+    g.worst = status
+  end
+  if redis.call('HINCRBY', key, 'left', -1) > 0 then return end
+  redis.call('HSET', key, 'status', g.worst, 'finished_at', int(NOW))
+  celery_end(group, g.worst, group_view(group), redis.call('HGET', key, 'error') or '')
+  local at = end_of_life(g.idem)
+  redis.call('PEXPIREAT', key, at)
+  if g.idem ~= '' then redis.call('PEXPIREAT', idem_key(g.idem), at) end
+  for i = 0, tonumber(g.n) - 1 do expire_job(group .. '.' .. int(i), at) end
+end
+
+-- Exactly one end, and it is the last entry of the log. Its own epoch refuses late writers by entry id as well.
+-- Returns false where the job has already ended or is gone.
+local function terminal(id, status, finish_reason, error, tail)
+  local key = record_key(id)
+  local j = fields(key, 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens')
+  if j.status ~= 'queued' and j.status ~= 'running' then return false end
+  local epoch = int(tonumber(j.epoch) + 1)
+  local data = string.format(
+    '{"v":1,"t":"end","n":%s,"ids":[],"text":[%s],"status":%s,"finish_reason":%s,"usage":%s,"error":%s}', j.k, quote(tail),
+    quote(status), quote(finish_reason), usage_json(j.prompt_tokens, j.k), number_or_null(error))
+  redis.call('XADD', log_key(id), epoch .. '-' .. j.k, 'd', data)
+  if tail ~= '' then redis.call('APPEND', text_key(id), tail) end
+  redis.call('HSET', key, 'status', status, 'epoch', epoch, 'lease', '0', 'finished_at', int(NOW), 'finish_reason', finish_reason,
+    'error', error)
+  leave_queues(id, j.pool)
+  redis.call('ZREM', DUE, id)
+  publish(id, data)
+  celery_end(id, status, job_view(id), error)
+  if j.native ~= '' then redis.call('SET', P .. 'tomb:' .. id, '1', 'PX', int(C.tombstone)) end
+  if j.group ~= '' then
+    -- the children of a group stay until the group has ended, so that its texts are whole
+    local at = redis.call('PEXPIRETIME', key)
+    expire_job(id, int(at))
+    group_child_ended(j.group, id, status, error)
+  else
+    local at = end_of_life(j.idem)
+    expire_job(id, at)
+    if j.idem ~= '' then redis.call('PEXPIREAT', idem_key(j.idem), at) end
+  end
+  return true
+end
+
+local STOP_ERROR = {
+  cancelled = error_json('cancelled', 'the job was cancelled'),
+  expired = error_json('deadline_exceeded',
+    'the job was not done by its deadline: give it a later deadline_s, or try again when the queue is shorter'),
+}
+
+local function terminal_stop(id, stop) return terminal(id, stop, stop, STOP_ERROR[stop], '') end
+
+-- One death of the process that a job rode in. Returns true where it was one too many and the job has ended.
+local function charge(id, cause)
+  local key = record_key(id)
+  local j = fields(key, 'k', 'strikes', 'struck_at', 'deaths', 'causes')
+  local strikes = (j.struck_at == j.k) and tonumber(j.strikes) + 1 or 1
+  local deaths = tonumber(j.deaths) + 1
+  local causes = (j.causes ~= '' and j.causes .. '; ' or '') .. 'token ' .. int(tonumber(j.k) + 1) .. ': ' .. cause
+  redis.call('HSET', key, 'strikes', int(strikes), 'deaths', int(deaths), 'struck_at', j.k, 'boarded', '', 'causes', causes)
+  if strikes < C.max_attempts and deaths < C.max_deaths then return false end
+  local message = 'the process that ran this job died %s times in all, %s times in a row at token %s (%s). ' ..
+    'Something in the job may be what kills it: change its prompt or parameters'
+  terminal(id, 'failed', 'error', error_json('worker_died',
+    string.format(message, int(deaths), int(strikes), int(tonumber(j.k) + 1), causes)), '')
+  return true
+end
+
+-- Riders under suspicion: what died with a sequence that had just boarded, or that has struck near here before.
+local function is_young(j)
+  if j.boarded == '' then return false end
+  local k = tonumber(j.k)
+  return k == tonumber(j.boarded) or (tonumber(j.strikes) > 0 and k <= tonumber(j.struck_at) + C.run_ahead)
+end
+
+-- A fence: only the owner of this very claim may write.
+local function owned(j, epoch, nonce) return j.status == 'running' and j.epoch == epoch and j.owner == nonce end
+
+-- Is there a live worker of the pool in this state?
+local function has_worker(pool, state)
+  for _, incarnation in ipairs(redis.call('ZRANGEBYSCORE', pool_workers_key(pool), int(NOW), '+inf')) do
+    if redis.call('HGET', worker_key(incarnation), 'state') == state then return true end
+  end
+  return false
+end

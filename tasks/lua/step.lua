@@ -1,0 +1,50 @@
+-- One decoding step of all slots: each token once, in order, fenced. Without tokens it renews, with a status it finishes.
+-- ARGV[2]: number of slots; then 13 arguments a slot (see Ledger.step). Each slot in a pcall of its own: an error in one
+-- must not skip the next, and there is no rollback.
+-- Returns, per slot, {verdict, k, stop}: ok, at (the ledger holds k tokens: send again from there), ended (by this owner),
+-- fenced (another owns it, or it is over), error.
+local WIDTH = 13
+
+local function one(key, a)
+  local id, epoch, nonce = ARGV[a], ARGV[a + 1], ARGV[a + 2]
+  local board, prompt_tokens = ARGV[a + 3], ARGV[a + 4]
+  local first, count, data, text = tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]), ARGV[a + 7], ARGV[a + 8]
+  local final, finish_reason, tail, error = ARGV[a + 9], ARGV[a + 10], ARGV[a + 11], ARGV[a + 12]
+  local j = fields(key, 'status', 'epoch', 'owner', 'k', 'stop', 'deadline', 'pool')
+  if not owned(j, epoch, nonce) then
+    local mine = j.owner == nonce and tonumber(j.epoch == '' and -1 or j.epoch) == tonumber(epoch) + 1
+    return { mine and j.status ~= 'running' and j.status ~= 'queued' and 'ended' or 'fenced', j.k, '' }
+  end
+  local k, deadline, stop = tonumber(j.k), tonumber(j.deadline), j.stop
+  if stop == '' and NOW >= deadline then stop = 'expired' end
+  local lease = NOW + C.lease
+  redis.call('HSET', key, 'lease', int(lease), 'stop', stop)
+  set_due(id, due_of('running', lease, stop, deadline), redis.call('PEXPIRETIME', key))
+  redis.call('ZREM', inv_key(j.pool), id)
+  if prompt_tokens ~= '' then redis.call('HSET', key, 'prompt_tokens', prompt_tokens) end
+  if board ~= '' then redis.call('HSET', key, 'boarded', j.k) end
+  if first > 0 and first ~= k + 1 then return { 'at', j.k, stop } end
+  if count > 0 then
+    k = k + count
+    redis.call('XADD', log_key(id), 'NOMKSTREAM', epoch .. '-' .. int(k), 'd', data)
+    redis.call('HSET', key, 'k', int(k))
+    if text ~= '' then redis.call('APPEND', text_key(id), text) end
+    publish(id, data)
+  end
+  if final ~= '' then
+    terminal(id, final, finish_reason, error ~= '' and error or STOP_ERROR[final] or '', tail)
+    return { 'ended', int(k), '' }
+  end
+  return { 'ok', int(k), stop }
+end
+
+local results = {}
+for slot = 1, tonumber(ARGV[2]) do
+  local a = 3 + (slot - 1) * WIDTH
+  local fine, result = pcall(one, KEYS[slot], a)
+  if not fine then
+    result = { 'error', '', type(result) == 'table' and (result.err or 'unknown') or tostring(result) }
+  end
+  results[slot] = result
+end
+return results

@@ -1,0 +1,110 @@
+"""Redis clients as Carpool wants them: bounded waits, one retry, and a server that keeps what it is given."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+from packaging.version import Version
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ConstantBackoff
+from redis.exceptions import RedisError, ResponseError
+from redis.retry import Retry as SyncRetry
+
+from tasks import entries, keys
+from tasks.codes import CarpoolError
+from tasks.settings import Settings
+
+OLDEST_REDIS = Version("7.2")
+OLDEST_VALKEY = Version("7.2")
+
+
+def redacted(url: str) -> str:
+    """The URL without its password, for logs and messages."""
+    parts = urlsplit(url)
+    if not parts.password:
+        return url
+    host = parts.netloc.rsplit("@", 1)[-1]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+
+
+def database(url: str) -> int:
+    """Number of the database in a Redis URL."""
+    path = urlsplit(url).path.strip("/")
+    return int(path) if path.isdecimal() else 0
+
+
+def connect(settings: Settings) -> redis.Redis:
+    """A client for threads: each call waits at most `redis_timeout_s`, and is sent a second time if that failed."""
+    return redis.Redis.from_url(
+        settings.redis_url,
+        decode_responses=True,
+        socket_timeout=settings.redis_timeout_s,
+        socket_connect_timeout=settings.redis_timeout_s,
+        retry=SyncRetry(ConstantBackoff(0.05), 1),
+        health_check_interval=0,
+    )
+
+
+def connect_async(settings: Settings, max_connections: int = 64) -> redis.asyncio.Redis:
+    """The same for the event loop. A pool that is used up makes callers wait; it never grows with the clients."""
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
+        settings.redis_url,
+        max_connections=max_connections,
+        timeout=settings.redis_timeout_s,
+        decode_responses=True,
+        socket_timeout=settings.redis_timeout_s,
+        socket_connect_timeout=settings.redis_timeout_s,
+        retry=AsyncRetry(ConstantBackoff(0.05), 1),
+        health_check_interval=0,
+    )
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+def check_server(client: redis.Redis, url: str) -> None:
+    """Refuse a server that would lose jobs, and a ledger of a newer release.
+
+    Raises:
+        CarpoolError: with the command that mends it.
+    """
+    where = redacted(url)
+    try:
+        server = client.info("server")
+        memory = client.info("memory")
+    except RedisError as error:
+        raise CarpoolError(
+            "redis_unavailable", f"Redis at {where} does not answer ({error}). Start it, or set CARPOOL_REDIS_URL"
+        ) from error
+    valkey = server.get("valkey_version")
+    version = Version(str(valkey or server["redis_version"]))
+    if version < (OLDEST_VALKEY if valkey else OLDEST_REDIS):
+        raise CarpoolError(
+            "redis_unavailable",
+            f"the server at {where} has version {version}. Carpool needs Redis or Valkey 7.2 or newer",
+        )
+    policy = memory.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise CarpoolError(
+            "redis_unavailable",
+            f"Redis at {where} has maxmemory-policy {policy}, which deletes accepted jobs when memory is short. "
+            "Run: redis-cli CONFIG SET maxmemory-policy noeviction (and write it into its configuration)",
+        )
+    check_schema(client)
+
+
+def check_schema(client: redis.Redis) -> None:
+    """Write the ledger's version where there is none; refuse one that is newer than this release."""
+    client.set(keys.SCHEMA, entries.VERSION, nx=True)
+    found = int(client.get(keys.SCHEMA) or entries.VERSION)
+    if found > entries.VERSION:
+        raise CarpoolError(
+            "redis_unavailable",
+            f"the ledger in Redis has version {found}, this release reads up to {entries.VERSION}. "
+            "Upgrade: pip install --upgrade carpool",
+        )
+
+
+def is_full(error: RedisError) -> bool:
+    """Whether the server refused a write because its memory is used up."""
+    return isinstance(error, ResponseError) and str(error).startswith(("OOM", "command not allowed when used memory"))

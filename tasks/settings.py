@@ -1,0 +1,180 @@
+"""Every setting of Carpool, in one frozen class.
+
+Each field is read from the environment variable `CARPOOL_<NAME>`; a command-line option of the same name wins over it.
+Durations end in `_s` (seconds) or `_ms` (milliseconds). A value that does not fit is refused by name at the start.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PREFIX = "CARPOOL_"
+BUNDLED_MODEL = "SmolLM2-135M-Instruct"
+
+EngineName = Literal["transformers", "vllm", "simulated"]
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; the message names the key, the value and what would do."""
+
+
+def _home(variable: str, fallback: str) -> Path:
+    return Path(os.environ.get(variable) or Path.home() / fallback) / "carpool"
+
+
+class Settings(BaseSettings):
+    """The settings of one process. Frozen: a part that needs another value gets another instance."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+
+    # Where things are
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey: broker, ledger and streams.")
+    data_dir: Path = Field(
+        default_factory=lambda: _home("XDG_DATA_HOME", ".local/share"),
+        description="Everything of one instance: Redis files, logs, run file.",
+    )
+    cache_dir: Path = Field(
+        default_factory=lambda: _home("XDG_CACHE_HOME", ".cache"), description="Converted models, shared by instances."
+    )
+
+    # API
+    host: str = Field("127.0.0.1", description="Address the API listens on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port the API listens on; 0 takes a free one.")
+    root_path: str = Field("", description="Path prefix under which a proxy serves the API.")
+    trusted_proxies: str = Field("127.0.0.1", description="Proxies whose X-Forwarded headers count, comma separated.")
+    cors_origins: str = Field("", description="Origins that browsers may call from, comma separated; empty: none.")
+    allow_no_keys: bool = Field(False, description="Serve a non-loopback host without API keys.")
+    allowed_hosts: str = Field("", description="Further Host header names to serve without API keys, comma separated.")
+    sync_wait_s: float = Field(600, gt=0, description="Longest wait of a synchronous request; then 504.")
+    max_body_bytes: int = Field(4 * 2**20, gt=0, description="Largest request body.")
+    max_prompts: int = Field(256, ge=1, le=256, description="Most prompts in one request.")
+    max_wait_s: float = Field(60, gt=0, description="Longest `?wait=` of a poll.")
+    max_streams: int = Field(4096, ge=1, description="Most open streams of one API process; further ones get 503.")
+    sse_heartbeat_s: float = Field(15, gt=0, description="Heartbeat comment on a silent stream.")
+    stream_queue: int = Field(256, ge=1, description="Entries held for a slow client before it reads the log.")
+    ack_after_fsync: bool = Field(False, description="Answer 202 only after WAITAOF says the record is on disk.")
+
+    # Model and engine
+    engine: EngineName = Field("transformers", description="transformers, vllm or simulated.")
+    model: str = Field(BUNDLED_MODEL, description="Bundled model, hub name, local folder or GGUF file.")
+    served_model_name: str = Field("", description="Alias that the model is served under; empty: its own name.")
+    default_model: str = Field("", description="Model of a request that names none.")
+    revision: str = Field("", description="Revision of a hub model.")
+    trust_remote_code: bool = Field(False, description="Run code that comes with a hub model.")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Number format of the weights."
+    )
+    max_batch_size: int = Field(4, ge=1, le=1024, description="Slots: sequences that ride in one batch.")
+    max_tokens: int = Field(4096, ge=1, description="Most new tokens of a request that does not say how many.")
+    prefill_chunk_tokens: int = Field(256, ge=1, description="Prompt tokens computed between two decoding steps.")
+    simulated_step_ms: float = Field(20, ge=0, description="Simulated engine: time of one step of the whole batch.")
+    simulated_prefill_ms: float = Field(0, ge=0, description="Simulated engine: time of one prompt's prefill.")
+    simulated_context_length: int = Field(8192, ge=8, description="Simulated engine: context length in tokens.")
+
+    # The job protocol
+    lease_s: float = Field(8, gt=0, description="How long a claim lasts without renewal.")
+    renew_s: float = Field(2, gt=0, description="How often the owner renews its leases.")
+    redis_timeout_s: float = Field(2, gt=0, description="Longest wait for one answer of Redis.")
+    reaper_tick_s: float = Field(1, gt=0, description="How often due jobs are looked at.")
+    grace_s: float = Field(8, ge=0, description="After an outage: nobody's lease is taken for so long.")
+    heartbeat_s: float = Field(2, gt=0, description="How often a worker says that it lives.")
+    run_ahead_steps: int = Field(2, ge=1, le=64, description="Steps the engine may be ahead of what Redis accepted.")
+    step_timeout_s: float = Field(60, gt=0, description="An engine without progress for so long counts as dead.")
+    load_timeout_s: float = Field(1800, gt=0, description="A model load without progress for so long counts as dead.")
+    retention_s: float = Field(86400, gt=0, description="How long an ended job is kept.")
+    idempotency_s: float = Field(86400, gt=0, description="How long at least an idempotency key is remembered.")
+    deadline_s: float = Field(86400, gt=0, le=7 * 86400, description="Deadline of a job that names none.")
+    max_attempts: int = Field(3, ge=1, description="Deaths at one position that end a job.")
+    max_deaths: int = Field(10, ge=1, description="Deaths in all that end a job.")
+    max_claims: int = Field(20, ge=1, description="Claims in a row without a token that end a job.")
+    visibility_s: float = Field(600, gt=0, description="Broker: an unacknowledged message comes again after so long.")
+    drain_s: float = Field(30, ge=0, description="On SIGTERM: time for riding sequences to finish before hand-back.")
+
+    # Supervisor
+    workers: int = Field(1, ge=0, le=64, description="Generation workers that `carpool up` starts.")
+    flower: bool = Field(False, description="Start Flower too.")
+    appendfsync: Literal["everysec", "always"] = Field("everysec", description="Embedded Redis: when it is on disk.")
+
+    # Logs
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_format: Literal["auto", "json", "text"] = Field("auto", description="auto: text on a terminal, JSON elsewhere.")
+
+    @model_validator(mode="after")
+    def _settings_that_depend_on_another(self) -> Self:
+        if self.renew_s * 3 > self.lease_s:
+            raise ValueError(
+                f"CARPOOL_RENEW_S={self.renew_s:g} is more than a third of CARPOOL_LEASE_S={self.lease_s:g}: "
+                "one lost renewal would lose the lease. Set CARPOOL_RENEW_S to at most a third of CARPOOL_LEASE_S"
+            )
+        if self.step_timeout_s <= self.redis_timeout_s:
+            raise ValueError(
+                f"CARPOOL_STEP_TIMEOUT_S={self.step_timeout_s:g} must be more than "
+                f"CARPOOL_REDIS_TIMEOUT_S={self.redis_timeout_s:g}. Raise CARPOOL_STEP_TIMEOUT_S"
+            )
+        if self.visibility_s <= self.lease_s:
+            raise ValueError(
+                f"CARPOOL_VISIBILITY_S={self.visibility_s:g} must be more than CARPOOL_LEASE_S={self.lease_s:g}, "
+                "or the broker redelivers jobs that still ride. Raise CARPOOL_VISIBILITY_S"
+            )
+        return self
+
+    @property
+    def pool(self) -> str:
+        """Alias under which this worker's model is served; the name of its queue and wait set."""
+        if self.served_model_name:
+            return self.served_model_name
+        if self.engine == "simulated":
+            return "simulated"
+        return Path(self.model).stem if self.model.endswith(".gguf") else self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def renders_as_environment(self) -> dict[str, str]:
+        """The settings that differ from their defaults, as environment variables for a child process."""
+        return {
+            f"{PREFIX}{name.upper()}": _as_text(getattr(self, name))
+            for name in sorted(self.model_fields_set)
+            if getattr(self, name) is not None
+        }
+
+
+#: Variables that are no settings: how the supervisor tells its children who they are.
+INTERNAL_VARIABLES = frozenset({"CARPOOL_LIFELINE_FD", "CARPOOL_PROCESS_NAME"})
+
+
+def _as_text(value: object) -> str:
+    return ("true" if value else "false") if isinstance(value, bool) else str(value)
+
+
+def load_settings(overrides: Mapping[str, Any] | None = None) -> Settings:
+    """Read the settings from the environment; `overrides` (from the command line) win, except where they are None.
+
+    Raises:
+        SettingsError: a key that does not exist, or a value that does not fit; the message names both.
+    """
+    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
+    for key in os.environ:
+        if key.startswith(PREFIX) and key not in known and key not in INTERNAL_VARIABLES:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"Did you mean {near[0]}?" if near else "docs/settings.md lists the settings."
+            raise SettingsError(f"{key}={os.environ[key]!r} is no setting of Carpool. {hint}")
+    given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_explain(dict(item)) for item in error.errors())) from None
+
+
+def _explain(item: dict[str, Any]) -> str:
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if not item["loc"]:
+        return message
+    key = f"{PREFIX}{str(item['loc'][0]).upper()}"
+    return f"{key}={item['input']!r}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,47 @@
+"""Fixtures that all tests share: a real Redis-compatible server, and an environment without a developer's settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.redis_server import RedisServer
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """The session's server; don't stop or pause it (`own_redis` is for that)."""
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """URL of the session's server, emptied for this test."""
+    with redis_server.client() as client:
+        client.flushall()
+    return redis_server.url
+
+
+@pytest.fixture
+def redis_client(redis_url: str) -> Iterator[redis.Redis]:
+    """A client of the emptied server that returns str."""
+    with redis.Redis.from_url(redis_url, decode_responses=True, socket_timeout=5) as client:
+        yield client
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server for this test alone, which may kill, pause and start it again."""
+    with RedisServer(tmp_path / "own-redis") as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_the_developer_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("CARPOOL_")]:
+        monkeypatch.delenv(name)

@@ -1,0 +1,105 @@
+"""The interface of an engine: it turns token ids into further token ids, batch by batch, and does nothing else.
+
+Text, stop strings, end-of-sequence and max_tokens are the Model worker's (`worker/sequence.py`), the same for every
+engine. An engine does no I/O and knows nothing of jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tasks.job_request import SamplingParams
+from worker.messages import ModelCard
+
+
+class EngineError(Exception):
+    """The engine cannot start; the message names the cause, the value and one thing to do."""
+
+
+class SequenceError(Exception):
+    """One sequence cannot ride; `code` is one of tasks.codes. The others are not touched."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSequence:
+    """A sequence as an engine sees it.
+
+    Attributes:
+        prompt_ids: the prompt's tokens, at least one.
+        output_ids: tokens it already has from an earlier ride; the next token is number len(output_ids) + 1.
+        seed: with the number of a token, the key of that token's random draw.
+        prompt: the prompt as text (after the chat template).
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """The outcome of one step for one sequence: new token ids (none during its prefill), or an error that ends it."""
+
+    id: str
+    ids: tuple[int, ...] = ()
+    error: SequenceError | None = None
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end a sequence."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens that the model expects before one."""
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[str, list[int]]:
+        """Prompt text and token ids of (role, text) messages by the chat template, with the assistant's turn opened.
+
+        Raises:
+            SequenceError: "chat_template_missing" where the model has no template.
+        """
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens left out, nothing tidied up."""
+
+
+class Engine(Protocol):
+    """Continuous batching over a fixed number of slots."""
+
+    @property
+    def card(self) -> ModelCard: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def add(self, sequence: EngineSequence) -> None:
+        """Take a sequence into a free slot; it joins at the next step.
+
+        Raises:
+            SequenceError: this sequence cannot ride.
+        """
+
+    def abort(self, id: str) -> None:
+        """Take a sequence out; its slot is free when this returns. Unknown ids are no error."""
+
+    def step(self) -> list[Emission]:
+        """One turn: at most one prefill chunk, and one decoding step of all sequences whose prefill is done."""
+
+    def close(self) -> None:
+        """Give back device memory."""
+
+
+#: Reports progress of a load: a phase in plain words, and a fraction from 0 to 1 where it is known.
+Report = Callable[[str, float | None], None]

@@ -1,0 +1,76 @@
+"""What one token does to one sequence: detokenise, stop strings, end-of-sequence, max_tokens. The same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from worker.detokenizer import Detokenizer
+from worker.engines.base import Tokenizer
+from worker.messages import Delta
+from worker.stop_matcher import StopMatcher
+
+
+class TextSequence:
+    """The text side of a sequence that rides: ids in, released text and the end out.
+
+    Attributes:
+        finish: None while it rides; "stop" (a stop string or an end-of-sequence token) or "length" (exactly max_tokens).
+        num_tokens: tokens so far, those of earlier rides and an end-of-sequence token included.
+    """
+
+    def __init__(
+        self, id: str, prompt_ids: Sequence[int], tokenizer: Tokenizer, stops: Sequence[str], max_tokens: int
+    ) -> None:
+        self.id = id
+        self.finish: str | None = None
+        self.num_tokens = 0
+        self._max_tokens = max_tokens
+        self._eos_ids = tokenizer.eos_ids
+        self._detokenizer = Detokenizer(tokenizer.decode, prompt_ids)
+        self._stop_matcher = StopMatcher(stops)
+        self._tail = ""
+        #: Sent once, with the first delta of the ride.
+        self._prompt_tokens: int | None = len(prompt_ids)
+
+    def replay(self, ids: Iterable[int]) -> None:
+        """Take in the tokens of earlier rides. Their text is out already; what is held afterwards is held as it was then."""
+        for token_id in ids:
+            if self.finish is not None:
+                return
+            self._take(token_id)
+
+    def feed(self, ids: Iterable[int]) -> Delta:
+        """Take in new tokens, up to the one that ends the sequence; later ones are dropped."""
+        taken: list[int] = []
+        texts: list[str] = []
+        for token_id in ids:
+            if self.finish is not None:
+                break
+            taken.append(token_id)
+            texts.append(self._take(token_id))
+        prompt_tokens, self._prompt_tokens = self._prompt_tokens, None
+        return Delta(self.id, tuple(taken), tuple(texts), self.finish, self._tail, prompt_tokens)
+
+    def end(self) -> str:
+        """End the sequence from outside; returns the text that was still held."""
+        return self._tail if self.finish is not None else self._held_text()
+
+    def _take(self, token_id: int) -> str:
+        self.num_tokens += 1
+        if token_id in self._eos_ids:
+            self._finish("stop")
+            return ""
+        text = self._stop_matcher.feed(self._detokenizer.feed(token_id))
+        if self._stop_matcher.matched:
+            self.finish = "stop"
+        elif self.num_tokens >= self._max_tokens:
+            self._finish("length")
+        return text
+
+    def _finish(self, reason: str) -> None:
+        self._tail = self._held_text()
+        # The bytes of a half character may have completed a stop string after all.
+        self.finish = "stop" if self._stop_matcher.matched else reason
+
+    def _held_text(self) -> str:
+        return self._stop_matcher.feed(self._detokenizer.flush()) + self._stop_matcher.flush()
