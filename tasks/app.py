@@ -48,15 +48,21 @@ def celery_config(settings: Settings) -> dict[str, Any]:
     }
 
 
-def create_celery(settings: Settings | None = None) -> Celery:
+class CarpoolCelery(Celery):
+    """A Celery application that knows the LLM engine of its process, where it is a generation worker."""
+
+    llm_engine: Any = None
+
+
+def create_celery(settings: Settings | None = None) -> CarpoolCelery:
     """An application for these settings; without any, for those of the environment, read when first needed."""
-    celery = Celery("carpool", set_as_current=settings is None)
+    celery = CarpoolCelery("carpool", set_as_current=settings is None)
     if settings is None:
         celery.add_defaults(lambda: celery_config(load_settings()))
     else:
         celery.conf.update(celery_config(settings))
 
-    @celery.task(name=keys.TASK_NAME, Strategy="worker.strategy:strategy", typing=False, ignore_result=False)
+    @celery.task(name=keys.TASK_NAME, Strategy="worker.strategy:strategy", typing=False, shared=False)
     def generate(*args: object, **job: object) -> None:
         """Runs inside the LLM engine; a worker that is not Carpool's own ends here."""
         raise RuntimeError("carpool.generate runs in Carpool's worker only. Start one: carpool worker")

@@ -91,26 +91,18 @@ class Message(BaseModel):
 Prompt = Annotated[str, Field(min_length=1)]
 
 
-class JobRequest(SamplingParams):
-    """The body of `POST /jobs`, and the keyword arguments of a task sent with plain Celery."""
+class JobOptions(SamplingParams):
+    """What every request that makes jobs may say, beside what is to be generated."""
 
-    prompt: Prompt | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
     model: str | None = Field(None, min_length=1, max_length=256)
     deadline_s: float | None = Field(None, gt=0, le=7 * 86400, allow_inf_nan=False)
     metadata: dict[str, Any] | None = None
     user: str | None = Field(None, max_length=256)
 
-    @model_validator(mode="after")
-    def _either_prompt_or_messages(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        return self
-
     @field_validator("metadata")
     @classmethod
     def _metadata_within_bounds(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        size = len(json.dumps(value, ensure_ascii=False).encode()) if value else 0
+        size = len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode()) if value else 0
         if size > MAX_METADATA_BYTES:
             raise ValueError(f"metadata of {size} bytes, at most {MAX_METADATA_BYTES} are possible")
         return value
@@ -118,6 +110,19 @@ class JobRequest(SamplingParams):
     def sampling(self) -> SamplingParams:
         """The sampling parameters alone."""
         return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.model_fields})
+
+
+class JobRequest(JobOptions):
+    """The body of `POST /jobs`, and the keyword arguments of a task sent with plain Celery."""
+
+    prompt: Prompt | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+
+    @model_validator(mode="after")
+    def _either_prompt_or_messages(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
 
 
 def draw_seed() -> int:

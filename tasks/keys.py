@@ -7,7 +7,7 @@
 | `{carpool}:t:<id>` string | its text so far | accept, step, terminal | as the record |
 | `{carpool}:g:<id>` hash | a group of jobs | accept, terminal | as its longest child |
 | `{carpool}:idem:<hash>` hash | an idempotency key: job id, hash of the body | accept | as the record, at least CARPOOL_IDEMPOTENCY_S |
-| `{carpool}:att:<id>` zset | who waits for a job | API | as the record |
+| `{carpool}:att:<id>` zset | who waits for a job, until when | API | half a minute, renewed |
 | `{carpool}:tomb:<id>` | a task sent with plain Celery has ended | terminal | 7 days |
 | `{carpool}:wait:<pool>`, `{carpool}:inv:<pool>` zsets | queued jobs in order; invited when | scripts | as the longest job |
 | `{carpool}:due` zset | when to look at a job next | scripts | as the longest job |
@@ -16,6 +16,7 @@
 | `{carpool}:card:<hash>` string | a tokenizer for the API to count with | worker | an hour after the last heartbeat |
 | `{carpool}:tick`, `{carpool}:grace`, `{carpool}:reaper` | last look of the reaper; end of grace; its lock | reaper | minutes |
 | `celery-task-meta-<id>` string | Celery's result record | claim, terminal | retention |
+| `{carpool}:probe` string | whether Redis takes writes | API | seconds |
 | `{carpool}:models` hash, `{carpool}:schema` string | pools that have ever been served; version of the ledger | worker; start | for ever, constant in number |
 | `carpool.<pool>`, `carpool` lists, `_kombu.binding.*`, `{carpool}:unacked*` | the broker's own | kombu | kombu's |
 
@@ -31,6 +32,7 @@ GRACE = f"{PREFIX}grace"
 REAPER = f"{PREFIX}reaper"
 MODELS = f"{PREFIX}models"
 SCHEMA = f"{PREFIX}schema"
+PROBE = f"{PREFIX}probe"
 
 UNACKED = f"{PREFIX}unacked"
 UNACKED_INDEX = f"{PREFIX}unacked_index"

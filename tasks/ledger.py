@@ -55,6 +55,7 @@ class Acceptance:
         tokens_are_default: max_tokens was not asked for, so the worker may clamp it to the context.
         deadline_s: from now.
         owner: whose list the job stands in (an API key's id; "all" without keys).
+        user: the caller's own name for whoever asks; recorded without effect.
         idempotency, body_hash: hash of scope and key, hash of the canonical body; "" without a key.
     """
 
@@ -68,6 +69,7 @@ class Acceptance:
     tokens_are_default: bool = False
     metadata: str = ""
     owner: str = "all"
+    user: str = ""
     idempotency: str = ""
     body_hash: str = ""
     native: bool = False
@@ -169,11 +171,42 @@ class Rider:
 
 
 @dataclass(frozen=True, slots=True)
+class Survivor:
+    """What became of a rider whose process died: back (it may board again), ended or fenced; its strikes, and where."""
+
+    verdict: str
+    strikes: int
+    struck_at: int
+
+
+@dataclass(frozen=True, slots=True)
 class Invitation:
     """A job that a Celery message is to be sent for."""
 
     id: str
     pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """How a job or a group stands, for one who waits. A group has a status alone; it stays queued until it has ended.
+
+    Attributes:
+        k: tokens in the log.
+        lease_ms: until the lease of a running job runs out; negative where it has.
+        position: place in the queue from 1, 0 where it waits in none.
+        has_worker: whether a worker of the pool of a queued job is ready.
+    """
+
+    status: str
+    k: int
+    lease_ms: int
+    position: int
+    has_worker: bool
+
+    @property
+    def ended(self) -> bool:
+        return self.status not in ("queued", "running")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +259,7 @@ class Calls:
             "default_tokens": "1" if request.tokens_are_default else "",
             "metadata": request.metadata,
             "key": request.owner,
+            "user": request.user,
             "idem": request.idempotency,
             "body": request.body_hash,
             "native": "1" if request.native else "",
@@ -257,12 +291,17 @@ class Calls:
         """Renew the leases of these riders: a step without tokens that does not look at their position."""
         return self.step([SlotWrite(rider.id, rider.epoch, rider.nonce, first=0) for rider in riders])
 
-    def child_died(self, generation: str, cause: str, riders: Sequence[Rider]) -> Call[list[str]]:
-        """The Model worker died under these riders. Answers, per rider: back, ended, fenced."""
+    def child_died(self, generation: str, cause: str, riders: Sequence[Rider]) -> Call[list[Survivor]]:
+        """The Model worker died under these riders: charge those who may have caused it."""
         args: list[str | int] = [generation, cause, len(riders)]
         for rider in riders:
             args.extend((rider.id, rider.epoch, rider.nonce))
-        return self._call("child_died", [rider.id for rider in riders], args, list)
+        return self._call(
+            "child_died",
+            [rider.id for rider in riders],
+            args,
+            lambda answer: [Survivor(verdict, int(strikes), int(at)) for verdict, strikes, at in answer],
+        )
 
     def release(self, rider: Rider) -> Call[str]:
         """Hand a job back, without a charge. Answers released, ended (a stop was wanted) or fenced."""
@@ -301,6 +340,22 @@ class Calls:
         body = {"incarnation": incarnation, "pools": list(pools), "ttl": ttl_ms, "fields": state}
         return self._call("heartbeat", [], (json.dumps(body),), bool)
 
+    def forget(self, id: str, owner: str = "all") -> Call[str]:
+        """Delete an ended job or group. Answers forgotten, gone, riding (not ended) or child (part of a group)."""
+        return self._call("forget", [id], (id, owner), str)
+
+    def look(self, ids: Sequence[str]) -> Call[list[JobState | None]]:
+        """How these jobs stand, None where there is no such job."""
+        return self._call("look", [], tuple(ids), lambda answer: [_parse_state(*one) for one in answer])
+
+    def attach(self, ttl_ms: int, waiting: Sequence[tuple[str, str]]) -> Call[str]:
+        """Note for (job, member) pairs that somebody waits for the job, for `ttl_ms`."""
+        return self._call("attach", [], (ttl_ms, *(part for pair in waiting for part in pair)), str)
+
+    def detach(self, id: str, member: str = "") -> Call[int]:
+        """Somebody no longer waits. Answers how many others do."""
+        return self._call("detach", [], (id, member), int)
+
     def view(self, ids: Sequence[str]) -> Call[list[dict[str, Any] | None]]:
         """The object of `GET /jobs/{id}` for each id, None where there is none."""
         return self._call("view", [], tuple(ids), lambda answer: [json.loads(one) if one else None for one in answer])
@@ -331,6 +386,12 @@ def _parse_claim(answer: list[str]) -> Claim:
         input=json.loads(given),
         tokens_are_default=bool(default_tokens),
     )
+
+
+def _parse_state(status: str, k: str, lease_ms: str, position: str, has_worker: str) -> JobState | None:
+    if not status:
+        return None
+    return JobState(status, int(k), int(lease_ms), int(position), bool(has_worker))
 
 
 def _parse_slots(answer: list[list[str]]) -> list[SlotAnswer]:

@@ -1,8 +1,8 @@
 """The two one-way pipes between Model executor (parent) and Model worker (child): commands down, updates up.
 
-Pipes and not multiprocessing queues: a queue's reader can wait for ever for the second half of a message whose writer was
-killed, and its lock can die with its owner. Each end of a pipe is open in one process only, so that a death on the other
-side is an end of file here, behind everything that was sent before it.
+Pipes and not multiprocessing queues: a queue's reader can wait for ever for the second half of a message whose writer
+was killed, and its lock can die with its owner. Each end of a pipe is open in one process only, so that a death on the
+other side is an end of file here, behind everything that was sent before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Final, cast
 
-from worker.messages import Close, Command, Update
+from worker.messages import Command, Update
 
 #: Exit code of a child whose parent is gone.
 EXIT_PARENT_GONE: Final = 4
@@ -35,7 +35,7 @@ class CommandWriter:
         self._commands.put(command)
 
     def close(self) -> None:
-        """End the thread and close the pipe. Call it when the child is dead: a live one that reads nothing blocks it."""
+        """End the thread and close the pipe. The child must be dead: a live one that reads nothing blocks this."""
         self._commands.put(None)
         self._thread.join()
         self._connection.close()
@@ -73,8 +73,6 @@ class CommandReader:
             except (EOFError, OSError):
                 os._exit(EXIT_PARENT_GONE)
             self._commands.put(command)
-            if isinstance(command, Close):
-                return
 
 
 class UpdateWriter:

@@ -8,7 +8,8 @@ from typing import Final
 _REPLACEMENT: Final = "\ufffd"
 #: Prompt tokens before the first new one that are decoded along with it.
 _SEED_TOKENS: Final = 5
-#: A character has at most four bytes; twice as many tokens without a whole one will never be one.
+#: After so many tokens that end within a character, the whole characters among them come out; where there are none,
+#: the bytes are garbage. A character has at most four bytes.
 MAX_HELD_TOKENS: Final = 8
 
 
@@ -18,7 +19,8 @@ class Detokenizer:
 
     A token alone does not say its text: SentencePiece drops the space at the start of what it decodes, and a character
     may take several tokens. So each new token is decoded behind the tokens before it, and what is longer than their own
-    text is new. Text that ends in U+FFFD may be a character cut in two and is held, for at most `MAX_HELD_TOKENS` tokens.
+    text is new. Text that ends in U+FFFD may be a character cut in two and is held, for fewer than `MAX_HELD_TOKENS`
+    tokens.
 
     What each token releases depends on the prompt's and the sequence's ids alone, never on how they were grouped into
     steps: a replay cuts the text as the first ride did.
@@ -27,7 +29,7 @@ class Detokenizer:
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:
         self._decode = decode
         self._window, self._read_text = _seed(decode, prompt_ids)
-        #: Tokens of the window whose text is out already.
+        #: Tokens of the window whose text is out already, `_read_text`.
         self._num_read = len(self._window)
 
     def feed(self, token_id: int) -> str:
@@ -39,16 +41,17 @@ class Detokenizer:
             # A token without text, such as a special one: as the head of the window it would cost the next its space.
             self._window.pop()
             return ""
-        released = text[len(self._read_text) :]
         if not text.endswith(_REPLACEMENT):
-            del self._window[: self._num_read]
-            self._num_read = len(self._window)
-            self._read_text = self._decode(self._window)
-            return released
+            return self._release(text)
         if num_held < MAX_HELD_TOKENS:
             return ""
-        # Byte fallback decodes a whole run of byte tokens or none of it: bytes that broke must not stay in the window.
+        whole = text.rstrip(_REPLACEMENT)
+        if len(whole) > len(self._read_text):
+            return self._release(whole)
+        # Garbage. Byte fallback decodes a whole run of byte tokens or none of it, so it must not stay in the window.
+        released = text[len(self._read_text) :]
         del self._window[self._num_read :]
+        self._read_text = self._decode(self._window)
         return released
 
     def flush(self) -> str:
@@ -56,6 +59,13 @@ class Detokenizer:
         held = self._decode(self._window)[len(self._read_text) :]
         del self._window[self._num_read :]
         return held
+
+    def _release(self, text: str) -> str:
+        released = text[len(self._read_text) :]
+        del self._window[: self._num_read]
+        self._num_read = len(self._window)
+        self._read_text = self._decode(self._window).rstrip(_REPLACEMENT)
+        return released
 
 
 def _seed(decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> tuple[list[int], str]:

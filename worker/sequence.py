@@ -1,4 +1,4 @@
-"""What one token does to one sequence: detokenise, stop strings, end-of-sequence, max_tokens. The same for every engine."""
+"""What one token does to one sequence: text, stop strings, end-of-sequence, max_tokens. The same for every engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TextSequence:
     """The text side of a sequence that rides: ids in, released text and the end out.
 
     Attributes:
-        finish: None while it rides; "stop" (a stop string or an end-of-sequence token) or "length" (exactly max_tokens).
+        finish: None while it rides; "stop" (stop string or end-of-sequence token) or "length" (exactly max_tokens).
         num_tokens: tokens so far, those of earlier rides and an end-of-sequence token included.
     """
 
@@ -33,7 +33,7 @@ class TextSequence:
         self._prompt_tokens: int | None = len(prompt_ids)
 
     def replay(self, ids: Iterable[int]) -> None:
-        """Take in the tokens of earlier rides. Their text is out already; what is held afterwards is held as it was then."""
+        """Take in the tokens of earlier rides. Their text is out already; what was held then is held again."""
         for token_id in ids:
             if self.finish is not None:
                 return

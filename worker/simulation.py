@@ -1,6 +1,7 @@
-"""What the simulated engine says: a pure function of prompt, seed and position, so that anyone can compute the right answer.
+"""What the simulated engine says: a pure function of prompt, seed and position, so that anyone can compute it.
 
-`docs/simulated-engine.md` states the function and gives test vectors. Nothing here is timed, random or dependent on a batch.
+`docs/simulated-engine.md` states the function and gives test vectors. Nothing here is timed, random or dependent on a
+batch.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ local function record(id, i, group)
     'params', R.params, 'seed', R.seeds[i], 'input', ARGV[2 + i], 'fingerprint', '', 'pool', R.pool, 'model', R.model,
     'deadline', int(deadline), 'created_at', int(NOW), 'order', int(NOW_US + i), 'group', group, 'idem',
     group == '' and R.idem or '', 'native', R.native, 'metadata', group == '' and R.metadata or '', 'default_tokens',
-    R.default_tokens)
+    R.default_tokens, 'user', R.user)
   redis.call('SET', text_key(id), '')
   redis.call('PEXPIREAT', record_key(id), expires)
   redis.call('PEXPIREAT', text_key(id), expires)

@@ -1,18 +1,19 @@
 -- The Model worker process died under its riders: one atomic call, after the parent has sent what it still held.
 -- ARGV[2]: generation of the dead process, ARGV[3]: cause, ARGV[4]: number of riders; then id, epoch, nonce a rider.
 -- A rider whose died_gen is this generation was dealt with before; a call whose riders are all skipped changes nothing.
--- Returns, per rider: back (may board again), ended, fenced.
+-- Returns, per rider, {verdict, strikes, struck_at}: back (may board again), ended, fenced.
 local generation, cause = ARGV[2], ARGV[3]
 local riders, results, some_young = {}, {}, false
 for i = 1, tonumber(ARGV[4]) do
   local a = 5 + (i - 1) * 3
   local id = ARGV[a]
-  local j = fields(KEYS[i], 'status', 'epoch', 'owner', 'k', 'boarded', 'strikes', 'struck_at', 'died_gen')
+  local j = fields(KEYS[i], 'status', 'epoch', 'owner', 'k', 'boarded', 'strikes', 'struck_at', 'died_gen',
+    'causes')
   if not owned(j, ARGV[a + 1], ARGV[a + 2]) then
     local ended = j.owner == ARGV[a + 2] and j.status ~= 'running' and j.status ~= 'queued'
-    results[i] = ended and 'ended' or 'fenced'
+    results[i] = { ended and 'ended' or 'fenced', '0', '-1' }
   elseif j.died_gen == generation then
-    results[i] = 'back'
+    results[i] = { 'back', j.strikes, j.struck_at }
   else
     j.id, j.i, j.key = id, i, KEYS[i]
     j.young = is_young(j)
@@ -23,12 +24,14 @@ end
 for _, j in ipairs(riders) do
   local charged = j.young or (not some_young and j.boarded ~= '')
   redis.call('HSET', j.key, 'died_gen', generation)
+  local ended = false
   if charged then
-    results[j.i] = charge(j.id, cause) and 'ended' or 'back'
-  else
-    if j.boarded ~= '' then redis.call('HSET', j.key, 'strikes', '1', 'struck_at', j.k) end
-    results[j.i] = 'back'
+    ended = charge(j.id, cause)
+  elseif j.boarded ~= '' then
+    redis.call('HSET', j.key, 'strikes', '1', 'struck_at', j.k, 'causes', with_cause(j.causes, j.k, cause))
   end
   redis.call('HSET', j.key, 'boarded', '')
+  local now = fields(j.key, 'strikes', 'struck_at')
+  results[j.i] = { ended and 'ended' or 'back', now.strikes, now.struck_at }
 end
 return results

@@ -202,6 +202,7 @@ local function group_child_ended(group, child, status, error)
   if redis.call('HINCRBY', key, 'left', -1) > 0 then return end
   redis.call('HSET', key, 'status', g.worst, 'finished_at', int(NOW))
   celery_end(group, g.worst, group_view(group), redis.call('HGET', key, 'error') or '')
+  publish(group, string.format('{"v":1,"t":"end","n":0,"ids":[],"text":[],"status":%s}', quote(g.worst)))
   local at = end_of_life(g.idem)
   redis.call('PEXPIREAT', key, at)
   if g.idem ~= '' then redis.call('PEXPIREAT', idem_key(g.idem), at) end
@@ -248,19 +249,25 @@ local STOP_ERROR = {
 
 local function terminal_stop(id, stop) return terminal(id, stop, stop, STOP_ERROR[stop], '') end
 
+-- The deaths that a job has seen, for the reason that a user is given in the end.
+local function with_cause(causes, k, cause)
+  return (causes ~= '' and causes .. '; ' or '') .. 'at token ' .. int(tonumber(k) + 1) .. ': ' .. cause
+end
+
 -- One death of the process that a job rode in. Returns true where it was one too many and the job has ended.
 local function charge(id, cause)
   local key = record_key(id)
   local j = fields(key, 'k', 'strikes', 'struck_at', 'deaths', 'causes')
   local strikes = (j.struck_at == j.k) and tonumber(j.strikes) + 1 or 1
   local deaths = tonumber(j.deaths) + 1
-  local causes = (j.causes ~= '' and j.causes .. '; ' or '') .. 'token ' .. int(tonumber(j.k) + 1) .. ': ' .. cause
+  local causes = with_cause(j.causes, j.k, cause)
   redis.call('HSET', key, 'strikes', int(strikes), 'deaths', int(deaths), 'struck_at', j.k, 'boarded', '', 'causes', causes)
   if strikes < C.max_attempts and deaths < C.max_deaths then return false end
-  local message = 'the process that ran this job died %s times in all, %s times in a row at token %s (%s). ' ..
-    'Something in the job may be what kills it: change its prompt or parameters'
-  terminal(id, 'failed', 'error', error_json('worker_died',
-    string.format(message, int(deaths), int(strikes), int(tonumber(j.k) + 1), causes)), '')
+  local many = strikes >= C.max_attempts and string.format('%s times at the same token', int(strikes))
+    or string.format('%s times in all', int(deaths))
+  terminal(id, 'failed', 'error', error_json('worker_died', string.format(
+    'the process that ran this job died %s (%s). Something in the job may be what kills it: change its prompt or parameters',
+    many, causes)), '')
   return true
 end
 

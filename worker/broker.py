@@ -1,0 +1,45 @@
+"""The Redis transport with a gate: a worker asks the broker for messages only while it could claim a job.
+
+Celery's prefetch count bounds the unacknowledged messages of one connection. After a reconnect, or while the model
+loads, that is not enough: the slots are the truth, so kombu is asked to look at them too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kombu.transport import redis as kombu_redis
+
+#: Name of the transport option that holds the gate: a function without arguments that says whether to consume.
+GATE_OPTION = "carpool_gate"
+
+
+class GatedQoS(kombu_redis.QoS):
+    """Prefetch bound and gate together."""
+
+    def can_consume(self) -> bool:
+        gate = self.channel.connection.client.transport_options.get(GATE_OPTION)
+        return bool(super().can_consume()) and (gate is None or bool(gate()))
+
+
+class GatedChannel(kombu_redis.Channel):
+    QoS = GatedQoS
+
+
+class GatedTransport(kombu_redis.Transport):
+    Channel = GatedChannel
+
+
+class GatedSentinelChannel(kombu_redis.SentinelChannel):
+    QoS = GatedQoS
+
+
+class GatedSentinelTransport(kombu_redis.SentinelTransport):
+    Channel = GatedSentinelChannel
+
+
+def use_gate(conf: Any, gate: Any) -> None:
+    """Make a Celery configuration consume through the gate."""
+    scheme = str(conf.broker_url).split("://", 1)[0]
+    conf.broker_transport = f"worker.broker:{'GatedSentinelTransport' if scheme == 'sentinel' else 'GatedTransport'}"
+    conf.broker_transport_options = {**conf.broker_transport_options, GATE_OPTION: gate}

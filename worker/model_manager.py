@@ -1,0 +1,250 @@
+"""The Model manager: finds a model, brings weights and tokenizer onto the device, and says what they are."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from tasks.settings import Settings
+from worker.engines.attention import ATTENTION_NAME, register
+from worker.engines.base import EngineError, Report
+from worker.engines.gguf_conversion import convert, converted_folder
+from worker.engines.model_source import ModelSource, content_hash, find_model
+from worker.engines.transformers_tokenizer import TransformersTokenizer
+from worker.messages import ModelCard
+
+ENGINE = "transformers"
+#: Kinds of layers that keep keys and values per token, and nothing else.
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+#: Names under which configurations keep the reach of local attention.
+WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
+#: Rotary embeddings that change with the longest sequence of a batch, once it is longer than in training.
+LENGTH_DEPENDENT_ROPES = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on its device, in evaluation mode, with its tokenizer and its card."""
+
+    model: PreTrainedModel
+    tokenizer: TransformersTokenizer
+    card: ModelCard
+
+
+def load_model(settings: Settings, report: Report) -> LoadedModel:
+    """Find and load the model that the settings name.
+
+    Args:
+        report: is given fractions from 0 to 1 of all that is done here.
+
+    Raises:
+        EngineError: it can't be had or can't be served; the message names the model, the cause and a way out.
+    """
+    transformers.logging.set_verbosity_error()
+    disable_progress_bar()
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+    source = find_model(settings.model)
+    folder, done = _unpacked(source, settings, dtype, report)
+
+    report("loading the tokenizer", done)
+    config = _config(folder, settings)
+    check_architecture(config, settings.model)
+    context_length = find_context_length(config, settings.model)
+    pretrained_tokenizer = _load(AutoTokenizer, folder, settings)
+    report("loading the weights", done + 0.2 * (1 - done))
+    register()
+    model = _load(AutoModelForCausalLM, folder, settings, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    if not model._supports_attention_backend:
+        raise EngineError(
+            f"model {settings.model!r} ({type(model).__name__}) has an attention of its own, which this engine can't "
+            "batch. Take another model, or CARPOOL_ENGINE=vllm"
+        )
+    report(f"moving the weights to {device}", done + 0.9 * (1 - done))
+    model = _on_device(model.eval(), device, settings.model)
+
+    tokenizer = TransformersTokenizer(pretrained_tokenizer, model.generation_config)
+    dtype_name = str(dtype).removeprefix("torch.")
+    tokenizer_json = tokenizer.json
+    card = ModelCard(
+        model=settings.pool,
+        engine=ENGINE,
+        device=str(device),
+        dtype=dtype_name,
+        fingerprint=_fingerprint(_identity(source, config), tokenizer_json or repr(pretrained_tokenizer), dtype_name),
+        context_length=context_length,
+        tokenizer_json=tokenizer_json,
+        chat_template=tokenizer.chat_template,
+        memory_bytes=_memory_bytes(model),
+    )
+    report("loaded", 1.0)
+    return LoadedModel(model, tokenizer, card)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a setting names; auto is CUDA where there is one.
+
+    Raises:
+        EngineError: not a device that we serve on, or not there.
+    """
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
+        raise EngineError(f"CARPOOL_DEVICE={name!r} is no device: set auto, cpu, cuda or cuda:N")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise EngineError(
+            f"CARPOOL_DEVICE={name!r}: torch {torch.__version__} sees {count} CUDA devices. "
+            "Set CARPOOL_DEVICE=cpu, or check nvidia-smi and that torch is a CUDA build"
+        )
+    return torch.device("cuda", int(index or 0))
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The number format that a setting names; auto is bfloat16 where the device computes in it, else float32."""
+    if name != "auto":
+        chosen: torch.dtype = getattr(torch, name)
+        return chosen
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return torch.bfloat16 if cpu_computes_bfloat16() else torch.float32
+
+
+def cpu_computes_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware: AVX-512 BF16 or AMX on x86-64, BF16 on arm64."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
+
+
+def check_architecture(config: PreTrainedConfig, model: str) -> None:
+    """Refuse what no KV cache per token can serve.
+
+    Raises:
+        EngineError: an encoder-decoder, or a model with recurrent or other layers.
+    """
+    text_config = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        raise EngineError(
+            f"model {model!r} ({config.model_type}) is an encoder-decoder; this engine serves decoder-only models. "
+            "Take another model"
+        )
+    others = sorted(set(getattr(text_config, "layer_types", None) or ()) - ATTENTION_LAYERS)
+    if others or getattr(text_config, "alibi", False):
+        what = f"{', '.join(others)} layers" if others else "ALiBi"
+        raise EngineError(
+            f"model {model!r} ({config.model_type}) has {what}, which this engine can't batch. "
+            "Take another model, or CARPOOL_ENGINE=vllm"
+        )
+
+
+def find_context_length(config: PreTrainedConfig, model: str) -> int:
+    """Most tokens of a sequence: the model's positions, or less where its attention does not reach that far.
+
+    Our masks are plainly causal. Within a window, or within the length of training for embeddings that stretch beyond
+    it, that is what the model does; past it would be something else.
+
+    Raises:
+        EngineError: the configuration names no length.
+    """
+    text_config = config.get_text_config(decoder=True)
+    length = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1:
+        raise EngineError(
+            f"model {model!r} ({config.model_type}) does not say how many positions it has "
+            "(max_position_embeddings). Take another model, or CARPOOL_ENGINE=vllm"
+        )
+    limits = [length, *(getattr(text_config, name, None) for name in WINDOWS)]
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in LENGTH_DEPENDENT_ROPES:
+        limits += [
+            rope.get("original_max_position_embeddings"),
+            getattr(text_config, "original_max_position_embeddings", None),
+        ]
+    return min(limit for limit in limits if isinstance(limit, int) and limit > 0)
+
+
+def _unpacked(source: ModelSource, settings: Settings, dtype: torch.dtype, report: Report) -> tuple[str | Path, float]:
+    """A folder or hub name that transformers loads, and the fraction of the whole load that is done by then."""
+    if source.hub_name is not None:
+        report(f"fetching {source.hub_name}", 0.0)
+        return source.hub_name, 0.0
+    if source.folder is not None:
+        return source.folder, 0.0
+    assert source.gguf_file is not None
+    folder = converted_folder(settings.cache_dir, source.gguf_file, settings.pool, dtype)
+    if folder.exists():
+        return folder, 0.0
+    share = 0.9
+    convert(
+        source.gguf_file,
+        folder,
+        dtype,
+        lambda phase, fraction: report(phase, None if fraction is None else share * fraction),
+    )
+    return folder, share
+
+
+def _config(folder: str | Path, settings: Settings) -> PreTrainedConfig:
+    config: PreTrainedConfig = _load(AutoConfig, folder, settings)
+    return config
+
+
+def _load(auto_class: Any, folder: str | Path, settings: Settings, **options: Any) -> Any:
+    """`from_pretrained` of an Auto class, with its many kinds of failure told as one."""
+    try:
+        return auto_class.from_pretrained(
+            folder,
+            revision=settings.revision or "main",
+            trust_remote_code=settings.trust_remote_code,
+            **options,
+        )
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        cause = str(error).strip().split("\n")[0]
+        if isinstance(folder, Path):
+            advice = "Check the folder, or take another model"
+        else:
+            advice = (
+                "Check the name, CARPOOL_REVISION, the network and HF_HUB_OFFLINE; a gated model needs HF_TOKEN. "
+                "A folder or a GGUF file works without a network"
+            )
+        raise EngineError(f"model {settings.model!r} could not be loaded: {cause}. {advice}") from error
+
+
+def _on_device(model: PreTrainedModel, device: torch.device, name: str) -> PreTrainedModel:
+    try:
+        moved: PreTrainedModel = model.to(device)  # type: ignore[arg-type]
+    except torch.OutOfMemoryError as error:
+        needed, free = _memory_bytes(model), torch.cuda.mem_get_info(device)[0]
+        raise EngineError(
+            f"model {name!r} takes {needed / 2**20:.0f} MiB, and {device} has {free / 2**20:.0f} MiB free. "
+            "Free the device, take a smaller model, or set CARPOOL_DEVICE=cpu"
+        ) from error
+    return moved
+
+
+def _identity(source: ModelSource, config: PreTrainedConfig) -> str:
+    if source.hub_name is not None:
+        return f"{source.hub_name}@{config._commit_hash}"
+    return content_hash(source)
+
+
+def _fingerprint(identity: str, tokenizer: str, dtype: str) -> str:
+    parts = (identity, hashlib.sha256(tokenizer.encode()).hexdigest(), ENGINE, dtype)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _memory_bytes(model: PreTrainedModel) -> int:
+    """Bytes of all parameters and buffers; parameters that are tied count once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())

@@ -1,0 +1,243 @@
+"""The ledger's side of the rides: claims, boards, publishes, ends and hands back, and learns what the ledger wants.
+
+It writes what the ledger does not hold yet. So a call that failed is simply made again, and a lost answer or a lost
+tail of the log (the ledger says where it is) is mended by going on from there. Used by the engine's thread alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable
+
+import structlog
+
+from tasks import keys
+from tasks.codes import CarpoolError
+from tasks.entries import decode
+from tasks.ledger import SlotAnswer, SyncLedger
+from worker.delivery import CelerySide, Delivery
+from worker.messages import Abort, Command
+from worker.workload_manager import End, Ride, RideState, WorkloadManager
+
+_log = structlog.get_logger("carpool.engine")
+#: A slot that the ledger refuses to write so often is given up; its lease runs out and the reaper looks at the job.
+_MAX_SLOT_ERRORS = 5
+
+
+class SlotRefused(OSError):
+    """The ledger could not write one slot; the write is tried again."""
+
+
+class Publisher:
+    """Keeps the ledger and Celery in step with the rides.
+
+    Args:
+        send: gives a command to the child that the rides are in.
+        pump: asks for a pool's next invitations.
+        pool: the pool that this worker serves.
+    """
+
+    def __init__(
+        self,
+        ledger: SyncLedger,
+        slots: WorkloadManager,
+        celery_side: CelerySide,
+        send: Callable[[Command], None],
+        pump: Callable[[str], None],
+        pool: str,
+    ) -> None:
+        self._ledger = ledger
+        self._calls = ledger.calls
+        self._slots = slots
+        self._celery_side = celery_side
+        self._send = send
+        self._pump = pump
+        self._pool = pool
+        self._deliveries: dict[str, Delivery] = {}
+        self._claimed_at: dict[str, float] = {}
+
+    def tag(self, id: str) -> str:
+        """Delivery tag of the message under which a job rides, "" where there is none."""
+        delivery = self._deliveries.get(id)
+        return delivery.tag if delivery else ""
+
+    # --- in ---------------------------------------------------------------------------------------------------------
+
+    def adopt(self, delivery: Delivery) -> bool:
+        """Whether the message is one more of a job that rides here: the handle of a lost connection is replaced."""
+        if self._slots.get(delivery.id) is None:
+            return False
+        self._deliveries[delivery.id] = delivery
+        return True
+
+    def refuse(self, delivery: Delivery) -> None:
+        """No slot for it: the job goes back to those that are not invited."""
+        pool = self._ledger.run(self._calls.unclaimed(delivery.id))
+        self._celery_side.given_up(delivery)
+        if pool:
+            self._pump(pool)
+
+    def claim(self, delivery: Delivery, fingerprint: str, incarnation: str, worker: str) -> None:
+        """Make the job ours and give it a free slot, at the position of its log."""
+        nonce = uuid.uuid4().hex
+        claim = self._ledger.run(self._calls.claim(delivery.id, nonce, fingerprint, incarnation, worker, os.getpid()))
+        if claim.verdict in ("mismatch", "newer"):
+            self.refuse(delivery)
+            return
+        if claim.verdict != "ok":
+            self._celery_side.given_up(delivery)
+            return
+        ride = Ride.from_claim(delivery.id, nonce, claim)
+        self._slots.add(ride)
+        self._deliveries[ride.id] = delivery
+        self._claimed_at[ride.id] = time.monotonic()
+        self._celery_side.started(delivery)
+        if claim.k:
+            self._read_log(ride)
+        if claim.stop:
+            self.stop(ride, claim.stop)
+
+    def _read_log(self, ride: Ride) -> None:
+        """The tokens that the job already has."""
+        log: list[tuple[str, dict[str, str]]] = self._ledger.client.xrange(keys.log(ride.id))  # type: ignore[assignment]
+        for _, fields in log:  # our clients decode, which redis-py's types do not know
+            entry = decode(fields["d"]).after(len(ride.ids))
+            ride.ids.extend(entry.ids)
+            ride.texts.extend(entry.text)
+        if len(ride.ids) != ride.sent:
+            message = f"the job's log holds {len(ride.ids)} tokens and its record says {ride.sent}: submit it again"
+            ride.out_of_child(End("failed", "error", error=error_json("engine_error", message)))
+            ride.sent, ride.ids, ride.texts = min(ride.sent, len(ride.ids)), ride.ids[: ride.sent], []
+
+    def board(self) -> list[Ride]:
+        """The rides that may be given to the child now; the ledger has heard of each, and agreed."""
+        boarding = self._slots.next_to_board()
+        if not boarding:
+            return []
+        answers = self._ledger.run(self._calls.step([ride.write(board=True) for ride in boarding]))
+        agreed = []
+        for ride, answer in zip(boarding, answers, strict=True):
+            if answer.verdict == "ok" and not answer.stop:
+                ride.boarded()
+                agreed.append(ride)
+            else:
+                self._answered(ride, answer)
+        return agreed
+
+    # --- on the way -------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write until the ledger holds all that we hold; one call a round for all slots."""
+        while True:
+            for ride in self._slots.rides:
+                if ride.wants_hand_back and not ride.has_news():
+                    self.hand_back(ride)
+            rides = [ride for ride in self._slots.rides if ride.has_news()]
+            if not rides:
+                return
+            answers = self._ledger.run(self._calls.step([ride.write() for ride in rides]))
+            for ride, answer in zip(rides, answers, strict=True):
+                self._answered(ride, answer)
+
+    def ask(self, ride: Ride) -> None:
+        """Ask the ledger what it wants of a ride, by renewing it."""
+        (answer,) = self._ledger.run(self._calls.renew([ride.rider]))
+        self.renewed(ride, answer)
+
+    def renewed(self, ride: Ride, answer: SlotAnswer) -> None:
+        """What a renewal said. Its position may be older than what was written meanwhile, so it does not count."""
+        if answer.verdict == "fenced":
+            self._lost(ride)
+        elif answer.stop:
+            self.stop(ride, answer.stop)
+
+    def charge(self, generation: str, cause: str) -> None:
+        """The child died; everything it gave us is in the ledger. Survivors may board again."""
+        rides = [ride for ride in self._slots.rides if ride.state is not RideState.ENDING]
+        if not rides:
+            return
+        fates = self._ledger.run(self._calls.child_died(generation, cause, [ride.rider for ride in rides]))
+        for ride, fate in zip(rides, fates, strict=True):
+            if fate.verdict == "back":
+                ride.strikes, ride.struck_at = fate.strikes, fate.struck_at
+                ride.state = RideState.CLAIMED
+            else:
+                self._over(ride, "failed" if fate.verdict == "ended" else "")
+
+    def hand_to_others(self, incarnation: str) -> None:
+        """While our model loads anew, another worker of the pool with free slots goes on with our riders."""
+        client, elsewhere = self._ledger.client, 0
+        for other in client.zrange(keys.pool_workers(self._pool), 0, -1):
+            if other != incarnation:
+                state, free = client.hmget(keys.worker(str(other)), ["state", "free"])
+                elsewhere += int(free or 0) if state == "ready" else 0
+        waiting = [ride for ride in self._slots.rides if ride.state is RideState.CLAIMED]
+        for ride in waiting[:elsewhere]:
+            self.hand_back(ride)
+
+    # --- out --------------------------------------------------------------------------------------------------------
+
+    def stop(self, ride: Ride, stop: str) -> None:
+        """The ledger wants this job to stop. An end that came first wins; the status waits for the child's word."""
+        if ride.state is RideState.BOARDED:
+            ride.leave(stop)
+            self._send(Abort(ride.id))
+        elif ride.state is RideState.LEAVING:
+            ride.leaving_for = stop
+        elif ride.end is None or ride.wants_hand_back:
+            ride.out_of_child(End(stop, stop))
+
+    def hand_back(self, ride: Ride) -> None:
+        """Give a job back at its position, for another worker to go on."""
+        answer = self._ledger.run(self._calls.release(ride.rider))
+        self._over(ride, "cancelled" if answer == "ended" else "")
+        self._pump(self._pool)
+
+    def _answered(self, ride: Ride, answer: SlotAnswer) -> None:
+        match answer.verdict:
+            case "ok":
+                ride.sent = answer.k
+                ride.prompt_tokens_sent = ride.prompt_tokens is not None
+            case "at" if answer.k <= len(ride.ids):
+                ride.sent = answer.k
+            case "ended":
+                self._over(ride, ride.end.status if ride.end else "failed")
+                return
+            case "error":
+                ride.errors += 1
+                _log.error("ledger_refused_a_slot", job=ride.id, error=answer.stop)
+                if ride.errors < _MAX_SLOT_ERRORS:
+                    raise SlotRefused(f"the ledger refused to write job {ride.id}: {answer.stop}")
+                self._lost(ride)
+                return
+            case _:
+                self._lost(ride)
+                return
+        if answer.stop:
+            self.stop(ride, answer.stop)
+
+    def _lost(self, ride: Ride) -> None:
+        """Another worker owns it, or it is over: nothing of ours is written any more."""
+        _log.warning("ride_lost", job=ride.id, at=ride.sent)
+        if ride.in_child:
+            self._send(Abort(ride.id))
+        self._over(ride, "")
+
+    def _over(self, ride: Ride, status: str) -> None:
+        """Free the slot. `status` is the final status that this owner wrote, "" where it wrote none."""
+        self._slots.remove(ride.id)
+        delivery = self._deliveries.pop(ride.id)
+        runtime = time.monotonic() - self._claimed_at.pop(ride.id)
+        if status:
+            reason = ride.end.finish_reason if ride.end and ride.end.finish_reason else status
+            self._celery_side.ended(delivery, status, f"{ride.sent} tokens, {reason}", runtime)
+        else:
+            self._celery_side.given_up(delivery)
+
+
+def error_json(code: str, message: str) -> str:
+    """An error as the ledger keeps it."""
+    return json.dumps(CarpoolError(code, message).body(), ensure_ascii=False)
