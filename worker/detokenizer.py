@@ -47,7 +47,9 @@ class Detokenizer:
             return ""
         whole = text.rstrip(_REPLACEMENT)
         if len(whole) > len(self._read_text):
-            return self._release(whole)
+            released = self._release(whole)
+            self._read_text = self._read_text.rstrip(_REPLACEMENT)  # The half character at the end is not out yet.
+            return released
         # Garbage. Byte fallback decodes a whole run of byte tokens or none of it, so it must not stay in the window.
         released = text[len(self._read_text) :]
         del self._window[self._num_read :]
@@ -58,13 +60,14 @@ class Detokenizer:
         """The text that is held, when no more tokens will come."""
         held = self._decode(self._window)[len(self._read_text) :]
         del self._window[self._num_read :]
+        self._read_text = self._decode(self._window)
         return held
 
     def _release(self, text: str) -> str:
         released = text[len(self._read_text) :]
         del self._window[: self._num_read]
         self._num_read = len(self._window)
-        self._read_text = self._decode(self._window).rstrip(_REPLACEMENT)
+        self._read_text = self._decode(self._window)
         return released
 
 

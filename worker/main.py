@@ -24,7 +24,8 @@ from worker.broker import use_gate
 from worker.llm_engine import LLMEngine
 
 _log = structlog.get_logger("carpool.worker")
-EXIT_CANNOT_SERVE = 3
+#: A worker whose supervisor is gone may take so long to end after its drain.
+_AFTER_DRAIN_S = 20.0
 
 
 def run(settings: Settings, name: str) -> int:
@@ -59,7 +60,7 @@ def run(settings: Settings, name: str) -> int:
     )
     signals.worker_ready.connect(lambda **_: shutdown.install(engine), weak=False)
     engine.start()
-    watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    watch_lifeline(kill_after_s=settings.drain_s + _AFTER_DRAIN_S)
     try:
         worker.start()
     finally:

@@ -50,9 +50,7 @@ def _read(delivery: Delivery) -> tuple[JobRequest, CarpoolError | None]:
         given_args, given_kwargs, embedded = delivery.payload
         args, kwargs, embedded = list(given_args), dict(given_kwargs), dict(embedded or {})
     except (TypeError, ValueError):
-        return stand_in, CarpoolError(
-            "invalid_request", "the body is no task of Celery's second protocol"
-        )
+        return stand_in, CarpoolError("invalid_request", "the body is no task of Celery's second protocol")
     if len(args) == 1 and "prompt" not in kwargs:
         kwargs["prompt"] = args.pop()
     if args:

@@ -10,10 +10,11 @@ from typing import Any
 
 from celery import signals
 from celery.app.task import Task
+from celery.exceptions import InvalidTaskError
 from celery.utils.imports import symbol_by_name
-from celery.worker.request import create_request_cls
+from celery.worker.request import create_request_cls  # type: ignore[attr-defined] # its stubs lack it
 from celery.worker.state import task_reserved
-from celery.worker.strategy import hybrid_to_proto2, proto1_to_proto2
+from celery.worker.strategy import hybrid_to_proto2, proto1_to_proto2  # type: ignore[attr-defined] # likewise
 
 from worker.delivery import delivery_of
 
@@ -29,9 +30,8 @@ def strategy(task: Task[..., Any], app: Any, consumer: Any, **_: Any) -> Callabl
         symbol_by_name(task.Request), task, consumer.pool, consumer.hostname, eventer, app=app
     )
 
-    def handle(
-        message: Any, body: Any, ack: Any, reject: Any, callbacks: Sequence[Callable[[Any], None]], **_: Any
-    ) -> None:
+    def build(message: Any, body: Any, ack: Any, reject: Any) -> tuple[Any, Any]:
+        """Celery's request for a message, and the message's payload."""
         headers, decoded, utc = message.headers, False, app.uses_utc_timezone()
         if body is None and "args" not in message.payload:
             body = message.body
@@ -53,6 +53,14 @@ def strategy(task: Task[..., Any], app: Any, consumer: Any, **_: Any) -> Callabl
             decoded=decoded,
             utc=utc,
         )
+        return request, body if decoded else message.payload
+
+    def handle(message: Any, body: Any, ack: Any, reject: Any, callbacks: Sequence[Callable[[Any], None]]) -> None:
+        try:
+            request, payload = build(message, body, ack, reject)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            # whoever may write to the broker could end the worker with it; so Celery drops the message and says so
+            raise InvalidTaskError(f"the message is no task: {error}") from error
         signals.task_received.send(sender=consumer, request=request)
         if eventer and eventer.enabled:
             eventer.send(
@@ -71,6 +79,6 @@ def strategy(task: Task[..., Any], app: Any, consumer: Any, **_: Any) -> Callabl
         task_reserved(request)
         for callback in callbacks:
             callback(request)
-        engine.offer(delivery_of(request, message, body if decoded else message.payload))
+        engine.offer(delivery_of(request, message, payload))
 
     return handle

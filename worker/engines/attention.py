@@ -1,0 +1,126 @@
+"""Attention over the rows of a running batch: decoding sequences and one prefill chunk in one forward pass.
+
+All tokens of a step go through the model as one flat row of shape [1, num_tokens], so that one pass over the weights
+serves them all (selective batching as in Orca, chunked prefill beside decoding as in Sarathi-Serve). Only attention
+has to know which token belongs to whom: that is `BatchLayout`, which the forward pass carries down to `attend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+#: Under this name the models of transformers find `attend`.
+ATTENTION_NAME = "carpool"
+
+#: What some models do inside of attention and `attend` does not: attention sinks, soft caps, biases.
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "head_mask")
+
+
+class UnsupportedAttentionError(Exception):
+    """The model's attention does something that `attend` does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """Which tokens of a flat batch belong to which row of the KV cache.
+
+    The first `num_decoding` tokens are one each of rows 0, 1, ...; the tokens after them are a chunk of one prompt.
+
+    Attributes:
+        decode_length: tokens of the longest decoding row, the new one included.
+        decode_mask: added to scores, shape [num_decoding, 1, 1, decode_length]; None where all rows are that long.
+        chunk_row: row of the prompt.
+        chunk_end: tokens of that row, the chunk included.
+        chunk_mask: added to scores, shape [1, 1, chunk, chunk_end]; None where the chunk is the prompt's first.
+    """
+
+    num_decoding: int
+    decode_length: int = 0
+    decode_mask: torch.Tensor | None = None
+    chunk_row: int = 0
+    chunk_end: int = 0
+    chunk_mask: torch.Tensor | None = None
+
+
+def register() -> None:
+    """Make `attend` known to transformers; doing it again changes nothing."""
+    AttentionInterface.register(ATTENTION_NAME, attend)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *,
+    layout: BatchLayout,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function in the sense of transformers' AttentionInterface.
+
+    Args:
+        query: shape [1, heads, num_tokens, head_dim].
+        key, value: the KV cache's buffers, shape [num_rows, kv_heads, capacity, head_dim].
+        attention_mask: not used: `layout` has the masks.
+
+    Returns:
+        Shape [1, num_tokens, heads, head_dim], and no weights.
+
+    Raises:
+        UnsupportedAttentionError: the model asks for something else than plain attention.
+    """
+    unsupported = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
+    if unsupported:
+        raise UnsupportedAttentionError(f"its attention needs {', '.join(unsupported)}")
+    num_decoding = layout.num_decoding
+    parts = []
+    if num_decoding:
+        parts.append(_attend_decoding(query[:, :, :num_decoding], key, value, layout, scaling))
+    if num_decoding < query.shape[2]:
+        parts.append(_attend_chunk(query[:, :, num_decoding:], key, value, layout, scaling))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+
+
+def _attend_decoding(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: BatchLayout, scaling: float | None
+) -> torch.Tensor:
+    num_rows, length = layout.num_decoding, layout.decode_length
+    num_heads, head_dim, num_kv_heads = query.shape[1], query.shape[3], key.shape[1]
+    # The heads that share a key go in as if they were queries of one head, so that keys need not be repeated.
+    grouped = query[0].transpose(0, 1).reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    output = scaled_dot_product_attention(
+        grouped,
+        key[:num_rows, :, :length],
+        value[:num_rows, :, :length],
+        attn_mask=layout.decode_mask,
+        scale=scaling,
+    )
+    return output.reshape(1, num_rows, num_heads, -1)
+
+
+def _attend_chunk(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: BatchLayout, scaling: float | None
+) -> torch.Tensor:
+    rows = slice(layout.chunk_row, layout.chunk_row + 1)
+    keys, values = key[rows, :, : layout.chunk_end], value[rows, :, : layout.chunk_end]
+    num_shared = query.shape[1] // key.shape[1]
+    if num_shared > 1 and query.is_cuda and layout.chunk_mask is not None:
+        # CUDA has no fast kernel for grouped queries with a mask.
+        keys, values = keys.repeat_interleave(num_shared, dim=1), values.repeat_interleave(num_shared, dim=1)
+    output = scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=layout.chunk_mask,
+        is_causal=layout.chunk_mask is None,
+        scale=scaling,
+        enable_gqa=keys.shape[1] != query.shape[1],
+    )
+    return output.transpose(1, 2)

@@ -1,0 +1,112 @@
+"""The KV cache of a running batch: preallocated rows, each written at its own position, nothing copied per step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+#: Tokens of a row that are allocated at first; doubled whenever a longer one is needed.
+INITIAL_CAPACITY = 256
+
+
+class SlotCache(Cache):
+    """Keys and values of `num_rows` sequences that ride in one flat batch.
+
+    Per layer there are two buffers of shape [num_rows, kv_heads, capacity, head_dim], made at the layer's first
+    forward pass from the shapes it brings. `place` says, for each token of the next forward pass, into which row and at
+    which position its keys and values go; `update` writes them there and hands out the whole buffers, of which the
+    attention reads its part (`worker/engines/attention.py`).
+
+    What lies behind a row's tokens is read and masked by attention, where a NaN would survive the mask (0 * NaN): so
+    buffers start as zeros, and a row that a broken sequence has left is cleared.
+
+    Args:
+        num_rows: sequences that fit.
+        max_length: most tokens of a row; the capacity never grows past it.
+    """
+
+    def __init__(self, num_rows: int, max_length: int) -> None:
+        super().__init__(layers=[])
+        self.num_rows = num_rows
+        self.max_length = max_length
+        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._capacity = min(INITIAL_CAPACITY, max_length)
+        self._rows = torch.empty(0, dtype=torch.long)
+        self._positions = torch.empty(0, dtype=torch.long)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that each row has room for."""
+        return self._capacity
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` tokens in each row, at least doubling what there is.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; what was there is unchanged.
+        """
+        if num_tokens <= self._capacity:
+            return
+        capacity = min(self.max_length, max(num_tokens, 2 * self._capacity))
+        for layer, (keys, values) in self._buffers.items():
+            # A failure half way leaves longer buffers in some layers, which is harmless.
+            self._buffers[layer] = (_lengthened(keys, capacity), _lengthened(values, capacity))
+        self._capacity = capacity
+
+    def place(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        """Row and position of each token of the next forward pass: two int64 tensors of shape [num_tokens]."""
+        self._rows = rows
+        self._positions = positions
+
+    def move(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first `num_tokens` tokens of row `source` over row `target`."""
+        for keys, values in self._buffers.values():
+            keys[target, :, :num_tokens] = keys[source, :, :num_tokens]
+            values[target, :, :num_tokens] = values[source, :, :num_tokens]
+
+    def clear(self, row: int) -> None:
+        """Fill a row with zeros."""
+        for keys, values in self._buffers.values():
+            keys[row].zero_()
+            values[row].zero_()
+
+    def shrink(self) -> None:
+        """Give memory back when nobody rides: long buffers go, short ones stay."""
+        if self._capacity > 4 * INITIAL_CAPACITY:
+            self._buffers.clear()
+            self._capacity = min(INITIAL_CAPACITY, self.max_length)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the states of a flat batch, each of shape [1, kv_heads, num_tokens, head_dim]; return the buffers."""
+        buffers = self._buffers.get(layer_idx)
+        if buffers is None:
+            buffers = (self._allocated(key_states), self._allocated(value_states))
+            self._buffers[layer_idx] = buffers
+        keys, values = buffers
+        keys[self._rows, :, self._positions] = key_states[0].transpose(0, 1)
+        values[self._rows, :, self._positions] = value_states[0].transpose(0, 1)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: each row has a length of its own, and positions are always given."""
+        return 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.max_length
+
+    def _allocated(self, states: torch.Tensor) -> torch.Tensor:
+        _, num_heads, _, head_dim = states.shape
+        return states.new_zeros((self.num_rows, num_heads, self._capacity, head_dim))
+
+
+def _lengthened(buffer: torch.Tensor, capacity: int) -> torch.Tensor:
+    num_rows, num_heads, length, head_dim = buffer.shape
+    if length >= capacity:
+        return buffer
+    longer = buffer.new_zeros((num_rows, num_heads, capacity, head_dim))
+    longer[:, :, :length] = buffer
+    return longer

@@ -1,0 +1,282 @@
+"""The engine on transformers: continuous batching over a fixed number of slots, one forward pass per step.
+
+Each step carries one token of every sequence that decodes and one chunk of at most one prompt, so a newcomer costs the
+others no pass of its own and nobody waits longer than one chunk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from tasks.settings import Settings
+from worker.engines.base import Emission, EngineSequence, Report, SequenceError
+from worker.engines.forward import Chunk, ForwardPass
+from worker.engines.kv_cache import SlotCache
+from worker.engines.sampler import SequenceSampling, sample
+from worker.engines.self_check import check_model
+from worker.engines.transformers_tokenizer import TransformersTokenizer
+from worker.messages import ModelCard
+from worker.model_manager import load_model
+
+#: Share of a load's progress that is behind us when the weights are on the device.
+LOADED = 0.95
+
+
+@dataclass(slots=True)
+class _Ride:
+    """A sequence in a slot.
+
+    Attributes:
+        token_ids: prompt and output.
+        num_prompt: how many of them are the prompt.
+        num_computed: how many of them have their keys and values in the cache.
+        row: of the cache; None until its prefill begins.
+    """
+
+    id: str
+    token_ids: list[int]
+    num_prompt: int
+    sampling: SequenceSampling
+    num_computed: int = 0
+    row: int | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+
+class TransformersEngine:
+    """Continuous batching of a decoder-only model.
+
+    A sequence waits, then is prefilled in chunks (one sequence at a time), then decodes. Decoding sequences have rows
+    0 to n - 1 of the KV cache: where one leaves, the last takes its row.
+
+    Args:
+        model: on its device, with the attention of `worker/engines/attention.py`.
+        card: its context_length bounds each sequence.
+        prefill_chunk_tokens: prompt tokens computed in one step.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: TransformersTokenizer,
+        card: ModelCard,
+        max_batch_size: int,
+        prefill_chunk_tokens: int,
+    ) -> None:
+        self._card = card
+        self._tokenizer = tokenizer
+        self._max_batch_size = max_batch_size
+        self._prefill_chunk_tokens = prefill_chunk_tokens
+        self.model = model
+        self._device = model.device
+        self._num_embeddings = model.get_input_embeddings().weight.shape[0]
+        self._vocab_size = model.get_output_embeddings().weight.shape[0]
+        self._cache = SlotCache(max_batch_size, card.context_length)
+        self._forward = ForwardPass(model, self._cache)
+        self._waiting: deque[_Ride] = deque()
+        self._prefilling: _Ride | None = None
+        self._decoding: list[_Ride] = []
+
+    @property
+    def card(self) -> ModelCard:
+        return self._card
+
+    @property
+    def tokenizer(self) -> TransformersTokenizer:
+        return self._tokenizer
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._max_batch_size - len(self._riding())
+
+    @torch.inference_mode()
+    def add(self, sequence: EngineSequence) -> None:
+        token_ids = [*sequence.prompt_ids, *sequence.output_ids]
+        if self.num_free_slots == 0:
+            raise SequenceError(
+                "engine_error",
+                f"sequence {sequence.id} found all {self._max_batch_size} slots taken: raise CARPOOL_MAX_BATCH_SIZE",
+            )
+        if not sequence.prompt_ids:
+            raise SequenceError("invalid_request", "the prompt has no tokens: send at least one")
+        if len(token_ids) >= self._card.context_length:
+            raise _context_exceeded(len(token_ids), self._card.context_length)
+        if max(token_ids) >= self._num_embeddings:
+            raise SequenceError(
+                "invalid_request",
+                f"the prompt holds token {max(token_ids)}; the model's tokens are 0 to {self._num_embeddings - 1}",
+            )
+        sampling = SequenceSampling(
+            sequence.params, sequence.seed, sequence.prompt_ids, sequence.output_ids, self._vocab_size, self._device
+        )
+        self._waiting.append(_Ride(sequence.id, token_ids, len(sequence.prompt_ids), sampling))
+
+    @torch.inference_mode()
+    def abort(self, id: str) -> None:
+        for ride in self._riding():
+            if ride.id == id:
+                # Half a prompt's logits were never looked at: there may be NaNs behind.
+                self._remove(ride, is_clean=ride is not self._prefilling)
+
+    @torch.inference_mode()
+    def step(self) -> list[Emission]:
+        emissions = self._end_full_sequences()
+        self._compact()
+        self._start_prefill()
+        emissions += self._make_room()
+        if not self._decoding and self._prefilling is None:
+            return emissions
+        chunk = self._next_chunk()
+        logits = self._forward.run(
+            [ride.token_ids[-1] for ride in self._decoding], [ride.num_computed for ride in self._decoding], chunk
+        )
+        return emissions + self._advance(chunk, logits)
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._prefilling = None
+        self._decoding.clear()
+        del self._forward, self._cache, self.model
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _riding(self) -> list[_Ride]:
+        return [*self._decoding, *([self._prefilling] if self._prefilling else []), *self._waiting]
+
+    def _end_full_sequences(self) -> list[Emission]:
+        """End those whose last token fills the context: nobody should have asked for another."""
+        length = self._card.context_length
+        full = [ride for ride in self._decoding if len(ride.token_ids) >= length]
+        return [self._fail(ride, _context_exceeded(len(ride.token_ids), length)) for ride in full]
+
+    def _start_prefill(self) -> None:
+        if self._prefilling is None and self._waiting:
+            self._prefilling = self._waiting.popleft()
+            self._prefilling.row = len(self._decoding)
+
+    def _make_room(self) -> list[Emission]:
+        """Room in the KV cache for what this step adds; where the device has none, the longest sequence ends."""
+        emissions: list[Emission] = []
+        while self._decoding or self._prefilling:
+            lengths = {ride.id: len(ride.token_ids) for ride in self._decoding}
+            if self._prefilling:
+                lengths[self._prefilling.id] = self._chunk_end(self._prefilling)
+            longest = max(self._riding()[: len(lengths)], key=lambda ride: lengths[ride.id])
+            try:
+                self._cache.reserve(lengths[longest.id])
+                break
+            except torch.OutOfMemoryError as error:
+                message = (
+                    f"the device has no memory for {lengths[longest.id]} tokens in each of {self._max_batch_size} "
+                    f"slots ({str(error).splitlines()[0]}): send a shorter prompt or lower CARPOOL_MAX_BATCH_SIZE"
+                )
+                emissions.append(self._fail(longest, SequenceError("engine_error", message)))
+                self._compact()
+        return emissions
+
+    def _compact(self) -> None:
+        """Bring the decoding sequences into rows 0 to n - 1, in the order of the list."""
+        num_decoding = len(self._decoding)
+        free = sorted(set(range(num_decoding)) - {ride.row for ride in self._decoding})
+        for ride in self._decoding:
+            assert ride.row is not None
+            if ride.row >= num_decoding:
+                target = free.pop(0)
+                self._cache.move(ride.row, target, ride.num_computed)
+                ride.row = target
+        self._decoding.sort(key=lambda ride: ride.row or 0)
+
+    def _chunk_end(self, ride: _Ride) -> int:
+        return min(len(ride.token_ids), ride.num_computed + self._prefill_chunk_tokens)
+
+    def _next_chunk(self) -> Chunk | None:
+        ride = self._prefilling
+        if ride is None:
+            return None
+        assert ride.row is not None
+        start, end = ride.num_computed, self._chunk_end(ride)
+        return Chunk(ride.row, start, ride.token_ids[start:end], ends_prompt=end == len(ride.token_ids))
+
+    def _advance(self, chunk: Chunk | None, logits: torch.Tensor) -> list[Emission]:
+        """Draw the next tokens and note what the cache now holds."""
+        sampled = list(self._decoding)
+        unfinished: list[Emission] = []
+        for ride in self._decoding:
+            ride.num_computed += 1
+        if self._prefilling is not None and chunk is not None:
+            self._prefilling.num_computed = chunk.end
+            if chunk.ends_prompt:
+                sampled.append(self._prefilling)
+                self._decoding.append(self._prefilling)
+                self._prefilling = None
+            else:
+                unfinished.append(Emission(self._prefilling.id))
+        if not sampled:
+            return unfinished
+        token_ids = sample(logits, [ride.sampling for ride in sampled], [ride.num_outputs + 1 for ride in sampled])
+        return [self._emit(ride, token_id) for ride, token_id in zip(sampled, token_ids, strict=True)] + unfinished
+
+    def _emit(self, ride: _Ride, token_id: int | None) -> Emission:
+        if token_id is None:
+            message = (
+                f"the model gave no finite logits for token {ride.num_outputs + 1} (dtype {self._card.dtype}): "
+                "try another prompt, or set CARPOOL_DTYPE=float32"
+            )
+            return self._fail(ride, SequenceError("engine_error", message))
+        ride.token_ids.append(token_id)
+        ride.sampling.record(token_id)
+        return Emission(ride.id, (token_id,))
+
+    def _fail(self, ride: _Ride, error: SequenceError) -> Emission:
+        self._remove(ride, is_clean=False)
+        return Emission(ride.id, error=error)
+
+    def _remove(self, ride: _Ride, is_clean: bool) -> None:
+        if ride is self._prefilling:
+            self._prefilling = None
+        elif ride in self._decoding:
+            self._decoding.remove(ride)
+        else:
+            self._waiting.remove(ride)
+        if not is_clean and ride.row is not None:
+            pass
+        if not self._riding():
+            self._cache.shrink()
+
+
+def _context_exceeded(num_tokens: int, context_length: int) -> SequenceError:
+    return SequenceError(
+        "context_length_exceeded",
+        f"prompt and completion have {num_tokens} tokens and the model takes {context_length} in all, so that there is "
+        "no room for another: send a shorter prompt",
+    )
+
+
+def load(settings: Settings, report: Report) -> TransformersEngine:
+    """Load the model that the settings name, check that it can be batched, and warm it up.
+
+    Args:
+        report: is given phases with rising fractions from 0 to 1.
+
+    Raises:
+        EngineError: the model can't be had or can't be served.
+    """
+    loaded = load_model(
+        settings, lambda phase, fraction: report(phase, None if fraction is None else LOADED * fraction)
+    )
+    report("warming up", LOADED)
+    check_model(loaded.model, settings.model)
+    report("warmed up", 1.0)
+    return TransformersEngine(
+        loaded.model,
+        loaded.tokenizer,
+        loaded.card,
+        max_batch_size=settings.max_batch_size,
+        prefill_chunk_tokens=settings.prefill_chunk_tokens,
+    )

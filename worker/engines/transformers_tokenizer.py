@@ -1,0 +1,83 @@
+"""The tokenizer of a model of transformers, behind the small interface of `worker/engines/base.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jinja2 import TemplateError
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from worker.engines.base import SequenceError
+
+
+class TransformersTokenizer:
+    """Text to ids and back.
+
+    Args:
+        generation_config: of the model; names the ids that end a sequence, beside the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig) -> None:
+        self._tokenizer = tokenizer
+        self._eos_ids = _eos_ids(tokenizer, generation_config)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self._eos_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template for messages without tools; None where the model has none."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            return template.get("default")
+        return template
+
+    @property
+    def json(self) -> str | None:
+        """Content of tokenizer.json; None where the tokenizer is not of the tokenizers library."""
+        if not self._tokenizer.is_fast:
+            return None
+        backend = self._tokenizer.backend_tokenizer
+        # A file may ask for truncation or padding, which nobody who counts or prompts wants.
+        backend.no_truncation()
+        backend.no_padding()
+        text: str = backend.to_str()
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        # Without verbose=False a prompt longer than the tokenizer's idea of the context is warned about.
+        ids: list[int] = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
+        return ids
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[str, list[int]]:
+        template = self.chat_template
+        if template is None:
+            raise SequenceError(
+                "chat_template_missing", "this model has no chat template: send a prompt instead of messages"
+            )
+        conversation = [{"role": role, "content": text} for role, text in messages]
+        try:
+            prompt = self._tokenizer.apply_chat_template(
+                conversation, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            roles = ", ".join(role for role, _ in messages)
+            raise SequenceError(
+                "invalid_request", f"the model's chat template refuses messages of {roles}: {error}"
+            ) from error
+        # The template has written the special tokens already.
+        ids: list[int] = self._tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        return str(prompt), ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _eos_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig) -> frozenset[int]:
+    named = generation_config.eos_token_id
+    ids = set(named if isinstance(named, list) else [] if named is None else [named])
+    # A chat model's generation config may name the base model's end of text only; vLLM takes both, too.
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(int(token_id) for token_id in ids)
