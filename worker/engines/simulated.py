@@ -6,6 +6,7 @@ process exit, a sequence fail or end, or a step hang, which is how every failure
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -17,6 +18,20 @@ from worker import simulation
 from worker.engines.base import Emission, EngineSequence, Report, SequenceError
 from worker.messages import ModelCard
 
+#: The same counting as `simulation.prompt_ids`, in the format with which the API counts any model's tokens.
+_TOKENIZER_JSON = json.dumps(
+    {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"},
+    }
+)
 #: Longest slice of a prefill where a step takes no time that could bound it.
 PREFILL_SLICE_S = 0.02
 
@@ -131,6 +146,7 @@ def load(settings: Settings, report: Report) -> SimulatedEngine:
         dtype="none",
         fingerprint=simulation.VERSION,
         context_length=settings.simulated_context_length,
+        tokenizer_json=_TOKENIZER_JSON,
     )
     return SimulatedEngine(
         card,

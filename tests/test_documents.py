@@ -1,0 +1,48 @@
+"""The documents say what the code does today."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ops import settings_doc
+from tasks import keys
+from tasks.codes import CODES
+from tasks.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+
+
+def documents() -> dict[str, str]:
+    return {path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+
+
+def test_the_settings_page_is_what_the_settings_are() -> None:
+    assert settings_doc.DOCUMENT.read_text() == settings_doc.render()
+
+
+def test_every_setting_named_in_a_document_exists() -> None:
+    known = {f"CARPOOL_{name.upper()}" for name in Settings.model_fields} | {"CARPOOL_LIFELINE_FD", "CARPOOL_VENV"}
+    for name, text in documents().items():
+        for setting in set(re.findall(r"CARPOOL_[A-Z_]+[A-Z]", text)):
+            assert setting in known, f"{name} names {setting}"
+
+
+def test_every_file_named_in_a_document_exists() -> None:
+    for name, text in documents().items():
+        for path in set(re.findall(r"`((?:api|tasks|worker|ops|tests|docs)/[\w./-]*\w)`", text)):
+            assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+def test_every_error_code_is_in_the_api_page() -> None:
+    text = documents()["api.md"]
+    for code in CODES.values():
+        assert f"| `{code.name}` | {code.status} |" in text, code.name
+
+
+def test_every_key_of_the_ledger_is_in_the_table_of_keys() -> None:
+    table = keys.__doc__ or ""
+    for example in (keys.record("<id>"), keys.log("<id>"), keys.text("<id>"), keys.group("<id>"), keys.attached("<id>")):
+        assert f"`{example}`" in table
+    for constant in (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA):
+        assert f"`{constant}`" in table
