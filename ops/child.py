@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import psutil
@@ -23,18 +24,17 @@ class ChildGaveUp(OperationError):
     """A process died too often; carries why it died last and the end of its log."""
 
     def __init__(self, name: str, cause: str, times: int, log: ChildLog) -> None:
-        often = "" if times == 1 else f", {times} times in a row"
-        super().__init__(
-            f"{name} ended before it could work ({cause}{often})", f"Its log: {log.path}", details=log.tail()
-        )
+        how = f"ended before it could work ({cause})" if times == 1 else f"ended {times} times in a row (last: {cause})"
+        super().__init__(f"{name} {how}", f"Its log: {log.path}", details=log.tail())
 
 
 @dataclass(slots=True)
 class RestartPolicy:
     """When to start a dead process again. The wait doubles from `first_s` to `longest_s`.
 
-    A process that was ready for `healthy_s` starts anew at the first wait. One that ends by itself `most_exits` times in
-    a row without that is given up; one that is killed from outside gets `most_kills` tries, since that says less about it.
+    A process that was ready for `healthy_s` starts anew at the first wait. One that ends by itself `most_exits` times
+    in a row without that is given up; one that is killed from outside gets `most_kills` tries: that says less about it.
+    One that says that Redis was away is started again every `unavailable_s`, without end.
     """
 
     first_s: float = 0.25
@@ -42,6 +42,7 @@ class RestartPolicy:
     healthy_s: float = 10.0
     most_exits: int = 5
     most_kills: int = 20
+    unavailable_s: float = 1.0
     deaths: int = 0
 
     def after_death(self, returncode: int, ready_s: float | None) -> float | None:
@@ -51,6 +52,8 @@ class RestartPolicy:
             returncode: as of `subprocess`: negative for a signal.
             ready_s: how long it had been ready; None where it never was.
         """
+        if returncode == ExitCode.UNAVAILABLE:
+            return self.unavailable_s
         if ready_s is not None and ready_s >= self.healthy_s:
             self.deaths = 0
         self.deaths += 1
@@ -96,6 +99,8 @@ class Child:
     _ready_since: float | None = field(init=False, default=None)
     _stop: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _is_ready: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _unready: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._entry = ProcessEntry(self.spec.role, self.spec.name, "starting")
@@ -108,11 +113,27 @@ class Child:
     def ready(self) -> bool:
         return self._ready_since is not None
 
+    @property
+    def running(self) -> bool:
+        """Whether it has a process now."""
+        return self._process is not None
+
     def mark_ready(self) -> None:
         """It serves now: whoever knows how to tell calls this, once per start."""
         if self._process is not None and self._ready_since is None:
             self._ready_since = asyncio.get_running_loop().time()
+            self._unready.clear()
+            self._is_ready.set()
             self._change(state="running", cause="")
+
+    async def until_ready(self) -> None:
+        """Return when it serves."""
+        await self._is_ready.wait()
+
+    async def unready(self) -> None:
+        """Return when it has died after it was ready; at once where it is not ready now."""
+        if self.ready:
+            await self._unready.wait()
 
     async def run(self) -> None:
         """Start the process, and again when it dies, until it is stopped.
@@ -136,7 +157,7 @@ class Child:
         self._stop.set()
         if self._process is not None:
             self._change(state="stopping")
-            self._process.send_signal(signal.SIGTERM)
+            self._terminate(self._process)
         try:
             async with asyncio.timeout(self.spec.stop_s):
                 await self._ended.wait()
@@ -167,7 +188,7 @@ class Child:
             )
         except OSError as error:
             raise OperationError(
-                f"{self.spec.name} cannot be started: {error}", "Install Carpool anew, or look at the limits of this user"
+                f"{self.spec.name} cannot be started: {error}", "Install Carpool anew, or raise this user's limits"
             ) from error
         finally:
             os.close(output)
@@ -179,14 +200,21 @@ class Child:
             created = None
         self._change(state="starting", pid=pid, created=created)
         if self._stop.is_set():  # the stop came while it was being started
-            self._process.send_signal(signal.SIGTERM)
+            self._terminate(self._process)
         return self._process
+
+    @staticmethod
+    def _terminate(process: asyncio.subprocess.Process) -> None:
+        with suppress(ProcessLookupError):  # it ended just now
+            process.send_signal(signal.SIGTERM)
 
     async def _after_death(self, returncode: int) -> None:
         self._process = None
         now = asyncio.get_running_loop().time()
         ready_s = now - self._ready_since if self._ready_since is not None else None
         self._ready_since = None
+        self._unready.set()
+        self._is_ready.clear()
         cause = describe_exit(returncode)
         if self._stop.is_set():
             self._change(state="stopped", cause=cause)

@@ -14,6 +14,7 @@ class ExitCode(IntEnum):
     PRECONDITION = 3
     NOT_RUNNING = 4
     NOT_READY = 5
+    UNAVAILABLE = 75
     INTERRUPTED = 130
     TERMINATED = 143
 
@@ -23,7 +24,7 @@ class OperationError(Exception):
 
     Args:
         cause: what is wrong, with the value.
-        fix: one thing to do, as an imperative or a command.
+        fix: one thing to do, as an imperative or a command; "" where the cause has it in it.
         exit_code: what the process ends with.
         details: further lines, such as the end of a log.
     """
@@ -31,7 +32,7 @@ class OperationError(Exception):
     def __init__(
         self, cause: str, fix: str, exit_code: ExitCode = ExitCode.FAILED, *, details: tuple[str, ...] = ()
     ) -> None:
-        super().__init__(f"{cause}. {fix}")
+        super().__init__(f"{cause}. {fix}" if fix else cause)
         self.cause = cause
         self.fix = fix
         self.exit_code = exit_code

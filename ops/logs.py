@@ -43,8 +43,8 @@ class ChildLog:
     def rotate_if_large(self, max_bytes: int = MAX_BYTES) -> bool:
         """Copy a large file away and empty it.
 
-        Renaming would not do: the child holds it open; as it appends, it goes on at the new end. What is written between
-        the copy and the cut is lost, a moment once in `max_bytes`.
+        Renaming would not do: the child holds it open; as it appends, it goes on at the new end. What is written
+        between the copy and the cut is lost, a moment once in `max_bytes`.
         """
         with suppress(FileNotFoundError):
             if self.path.stat().st_size > max_bytes:

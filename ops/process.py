@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +42,31 @@ class ProcessIdentity:
     @property
     def alive(self) -> bool:
         return self.process() is not None
+
+
+def wait_until_ended(identities: Sequence[ProcessIdentity], timeout_s: float) -> list[ProcessIdentity]:
+    """Wait for processes that need not be our children; returns those that are still alive after `timeout_s`.
+
+    A process whose parent does not collect it has ended all the same.
+    """
+    until = time.monotonic() + timeout_s
+    for identity in identities:
+        with suppress(ProcessLookupError):
+            _wait_for(identity, until)
+    return [identity for identity in identities if identity.alive]
+
+
+def _wait_for(identity: ProcessIdentity, until: float) -> None:
+    if hasattr(os, "pidfd_open"):
+        descriptor = os.pidfd_open(identity.pid)
+        try:
+            if identity.alive:  # else the descriptor is of a later process with its number
+                select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
+        finally:
+            os.close(descriptor)
+        return
+    while identity.alive and time.monotonic() < until:
+        time.sleep(0.1)  # macOS has no event for a process that is not our child
 
 
 def with_parent_death_signal(command: Sequence[str], sig: signal.Signals) -> list[str]:

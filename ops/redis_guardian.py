@@ -33,7 +33,6 @@ from ops.instance import FileLock, write_private
 from ops.process import ProcessIdentity, with_parent_death_signal
 from tasks.lifeline import watch_lifeline
 
-TENANTS_VARIABLE = "CARPOOL_TENANTS_FD"
 SERVER_FILE = "server.json"
 #: Longest wait for an orderly end of the server, which flushes its append-only file.
 STOP_S = 20.0
@@ -145,10 +144,9 @@ class RedisGuardian:
         server.wait()
 
 
-def serve(folder: Path, drain_s: float) -> int:
-    """Entry point of `carpool redis`: the descriptor of the tenants' pipe stands in the environment."""
-    given = os.environ.pop(TENANTS_VARIABLE, "")
+def serve(folder: Path, drain_s: float, tenants: int | None) -> int:
+    """Entry point of `carpool redis`; the arguments as of `RedisGuardian`."""
     try:
-        return RedisGuardian(folder, drain_s).run(int(given) if given.isdecimal() else None)
+        return RedisGuardian(folder, drain_s).run(tenants)
     except psutil.NoSuchProcess:
         return ExitCode.FAILED  # the server ended before it could be seen; its log says why

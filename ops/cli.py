@@ -1,0 +1,290 @@
+"""The command `carpool`. Each command reads its options and hands over; what it needs is imported when it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+
+from ops.errors import ExitCode, OperationError
+from ops.jobs_cli import DataDirOption, JsonOption, UrlOption, connect_api, jobs_app
+from ops.text import print_error, table
+from tasks.codes import CarpoolError
+from tasks.settings import Settings, SettingsError, load_settings
+
+app = typer.Typer(
+    name="carpool",
+    help="An LLM generation backend on Celery and Redis.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(jobs_app, name="jobs")
+
+Engine = Annotated[str | None, typer.Option(help="transformers, vllm or simulated.")]
+Model = Annotated[str | None, typer.Option(help="Bundled model, hub name, local folder or GGUF file.")]
+ServedModelName = Annotated[str | None, typer.Option(help="Alias under which the model is served.")]
+MaxBatchSize = Annotated[int | None, typer.Option(help="Slots: sequences that ride in one batch.")]
+Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Host = Annotated[str | None, typer.Option(help="Address the API listens on.")]
+Port = Annotated[int | None, typer.Option(help="Port the API listens on; 0 takes a free one.")]
+RedisUrl = Annotated[str | None, typer.Option(help="A Redis or Valkey server to use; else one is started.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Log more, and show tracebacks.")]
+
+
+def _settings(debug: bool = False, **options: Any) -> Settings:
+    return load_settings({**options, "log_level": "debug" if debug else None})
+
+
+def _is_supervised() -> bool:
+    from ops.up import PROCESS_NAME_VARIABLE
+
+    return PROCESS_NAME_VARIABLE in os.environ
+
+
+@app.command()
+def up(
+    workers: Annotated[int | None, typer.Option(help="Generation workers to start.")] = None,
+    engine: Engine = None,
+    model: Model = None,
+    served_model_name: ServedModelName = None,
+    max_batch_size: MaxBatchSize = None,
+    host: Host = None,
+    port: Port = None,
+    data_dir: DataDirOption = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    flower: Annotated[bool | None, typer.Option("--flower", help="Start Flower too.")] = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Run everything on this machine: Redis, the API, the workers. Ctrl-C drains and stops."""
+    from ops.display import Display
+    from ops.up import run_up
+
+    settings = _settings(
+        debug,
+        workers=workers,
+        engine=engine,
+        model=model,
+        served_model_name=served_model_name,
+        max_batch_size=max_batch_size,
+        host=host,
+        port=port,
+        data_dir=data_dir,
+        dtype=dtype,
+        device=device,
+        flower=flower,
+        redis_url=redis_url,
+    )
+    raise typer.Exit(run_up(settings, Display()))
+
+
+@app.command()
+def api(host: Host = None, port: Port = None, redis_url: RedisUrl = None, debug: Debug = False) -> None:
+    """Run the API server alone, on the Redis of CARPOOL_REDIS_URL."""
+    from api.server import serve
+    from ops import preflight
+
+    settings = _settings(debug, host=host, port=port, redis_url=redis_url)
+    if not _is_supervised():  # else the supervisor has looked
+        preflight.check_host(settings)
+        preflight.claim_port(settings.host, settings.port)
+    serve(settings)
+
+
+def _default_name() -> str:
+    from ops.up import PROCESS_NAME_VARIABLE
+
+    return os.environ.get(PROCESS_NAME_VARIABLE) or f"worker-{socket.gethostname()}"
+
+
+@app.command()
+def worker(
+    name: Annotated[str | None, typer.Option(help="The worker's name; else worker-<host name>.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Only tell whether the worker of this name lives.")] = False,
+    engine: Engine = None,
+    model: Model = None,
+    served_model_name: ServedModelName = None,
+    max_batch_size: MaxBatchSize = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Run one generation worker alone, on the Redis of CARPOOL_REDIS_URL."""
+    settings = _settings(
+        debug,
+        engine=engine,
+        model=model,
+        served_model_name=served_model_name,
+        max_batch_size=max_batch_size,
+        dtype=dtype,
+        device=device,
+        redis_url=redis_url,
+    )
+    name = name or _default_name()
+    if check:
+        _check_heartbeat(settings, name)
+        return
+    from ops import preflight
+    from worker.main import run
+
+    if not _is_supervised():
+        preflight.check_engine(settings)
+        preflight.check_model_path(settings)
+        preflight.check_redis(settings)
+    raise typer.Exit(run(settings, name))
+
+
+def _check_heartbeat(settings: Settings, name: str) -> None:
+    from ops.status import read_heartbeats
+
+    beats = read_heartbeats(settings)
+    found = [beat for beat in beats or () if beat.name == name]
+    if not found:
+        cause = f"No heartbeat of {name}" if beats is not None else "Redis does not answer"
+        raise OperationError(cause, "Look at the worker's log")
+    typer.echo(f"{name}: {found[0].state}")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help='What to complete; "-" reads it from standard input.')],
+    max_tokens: Annotated[int | None, typer.Option(help="Most new tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For a draw that can be repeated.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; may be given up to four times.")] = None,
+    model: Annotated[str | None, typer.Option(help="Alias of the model.")] = None,
+    url: UrlOption = None,
+    data_dir: DataDirOption = None,
+    debug: Debug = False,
+) -> None:
+    """Stream a completion to the terminal. Ctrl-C cancels it."""
+    from ops.generate import generate as stream_completion
+
+    options = {
+        "prompt": sys.stdin.read() if prompt == "-" else prompt,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop or None,
+        "model": model,
+    }
+    body = {field: value for field, value in options.items() if value is not None}
+    with connect_api(url, data_dir) as client:
+        raise typer.Exit(stream_completion(client, body, _write))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@app.command()
+def status(as_json: JsonOption = False, data_dir: DataDirOption = None, redis_url: RedisUrl = None) -> None:
+    """Show each process of the instance: role, pid, state."""
+    from ops.instance import DataDir, RunFile
+    from ops.status import collect, exit_code, read_heartbeats
+
+    settings = _settings(data_dir=data_dir, redis_url=redis_url)
+    data = DataDir(settings.data_dir.expanduser().absolute())
+    run = RunFile.read(data.run_file)
+    if run is None and "redis_url" not in settings.model_fields_set:
+        typer.echo("[]" if as_json else f"No instance runs in {data.root}.")
+        raise typer.Exit(ExitCode.NOT_RUNNING)
+    if run is not None:
+        settings = settings.model_copy(update={"redis_url": run.redis_url})
+    found = collect(data, run, read_heartbeats(settings))
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(process) for process in found], indent=2))
+    else:
+        rows = []
+        for process in found:
+            percent = f" {process.progress * 100:.0f} %" if process.progress is not None else ""
+            pid = "-" if process.pid is None else str(process.pid)
+            rows.append([process.role, process.name, pid, process.state, f"{process.detail}{percent}"])
+        typer.echo(table(["ROLE", "NAME", "PID", "STATE", "DETAIL"], rows))
+    raise typer.Exit(exit_code(found))
+
+
+@app.command()
+def stop(data_dir: DataDirOption = None) -> None:
+    """Ask the instance of the data dir to drain, and wait until it has ended."""
+    from ops.instance import DataDir
+    from ops.stop import stop_instance
+
+    settings = _settings(data_dir=data_dir)
+    stop_instance(DataDir(settings.data_dir.expanduser().absolute()))
+    typer.echo("Stopped.")
+
+
+@app.command()
+def simulate(
+    prompt: Annotated[str, typer.Argument(help="The prompt.")],
+    seed: Annotated[int, typer.Option(help="The job's seed.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens.")] = 20,
+) -> None:
+    """Print what the simulated engine answers; docs/simulated-engine.md gives the function."""
+    from worker.simulation import completion
+
+    typer.echo(completion(prompt, seed, tokens))
+
+
+@app.command(hidden=True)
+def redis(
+    data_dir: DataDirOption = None,
+    tenants_fd: Annotated[int | None, typer.Option(help="Descriptor whose end says that nobody needs it.")] = None,
+) -> None:
+    """Own the embedded Redis server of a data dir (started by `up`)."""
+    from ops.instance import DataDir
+    from ops.redis_guardian import serve
+
+    settings = _settings(data_dir=data_dir)
+    raise typer.Exit(serve(DataDir(settings.data_dir).redis, settings.drain_s, tenants_fd))
+
+
+@app.command(hidden=True)
+def flower(port: Annotated[int, typer.Option(help="Port on the loopback address.")] = 5555) -> None:
+    """Run Flower on our own Celery application (started by `up --flower`)."""
+    from ops.flower import run_flower
+
+    run_flower(_settings(), port)
+
+
+def main() -> None:
+    """Entry point: one line for what the user can mend, a traceback only with --debug."""
+    try:
+        app()
+    except (OperationError, SettingsError, CarpoolError) as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        if isinstance(error, OperationError):
+            print_error(error.cause, error.fix, error.details)
+            sys.exit(error.exit_code)
+        print_error(str(error))
+        sys.exit(_exit_code(error))
+
+
+def _exit_code(error: SettingsError | CarpoolError) -> ExitCode:
+    if isinstance(error, SettingsError):
+        return ExitCode.USAGE
+    # no_worker: the model cannot be served, so another try would not mend it.
+    codes = {"no_worker": ExitCode.PRECONDITION, "redis_unavailable": ExitCode.UNAVAILABLE}
+    return codes.get(error.code.name, ExitCode.FAILED)
+
+
+if __name__ == "__main__":
+    main()
