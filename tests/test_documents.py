@@ -42,7 +42,13 @@ def test_every_error_code_is_in_the_api_page() -> None:
 
 def test_every_key_of_the_ledger_is_in_the_table_of_keys() -> None:
     table = keys.__doc__ or ""
-    for example in (keys.record("<id>"), keys.log("<id>"), keys.text("<id>"), keys.group("<id>"), keys.attached("<id>")):
+    for example in (
+        keys.record("<id>"),
+        keys.log("<id>"),
+        keys.text("<id>"),
+        keys.group("<id>"),
+        keys.attached("<id>"),
+    ):
         assert f"`{example}`" in table
     for constant in (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA):
         assert f"`{constant}`" in table
