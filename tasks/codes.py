@@ -28,6 +28,7 @@ CODES: Final[dict[str, Code]] = {
         Code("chat_template_missing", 400, _INVALID),
         Code("eta_unsupported", 400, _INVALID),
         Code("bad_cursor", 400, _INVALID),
+        Code("group_too_large", 400, _INVALID),
         Code("unauthorized", 401, "authentication_error"),
         Code("host_not_allowed", 403, "permission_error"),
         Code("not_found", 404, _INVALID),

@@ -24,6 +24,10 @@ from tasks.settings import Settings
 T = TypeVar("T")
 #: An invitation that nobody took for so long counts as lost.
 INVITATION_MS = 3000
+#: A job that waits to be taken up again is looked at at least this often: what bounds its next ride.
+LOOK_AGAIN_MS = 10_000
+#: So long must a pool's ready workers have lacked a job's model until the job is ended.
+MODEL_GONE_MS = 60_000
 MAX_DEADLINE_S = 7 * 86400
 TOMBSTONE_S = 7 * 86400
 
@@ -154,7 +158,10 @@ class SlotWrite:
 
 @dataclass(frozen=True, slots=True)
 class SlotAnswer:
-    """ok; at (the ledger holds `k`: send again from there); ended (by this owner); fenced (not ours); error."""
+    """ok; at (the ledger holds `k`: send again from there); ended (under this owner); fenced (not ours); error.
+
+    `stop` is a final status that is wanted, "" where none is; for ended the status that the job has, for error its text.
+    """
 
     verdict: str
     k: int
@@ -234,6 +241,8 @@ class Calls:
                 "tombstone": TOMBSTONE_S * 1000,
                 "deadline_most": MAX_DEADLINE_S * 1000,
                 "invitation": INVITATION_MS,
+                "look_again": LOOK_AGAIN_MS,
+                "model_gone": MODEL_GONE_MS,
                 "run_ahead": settings.run_ahead_steps,
                 "max_attempts": settings.max_attempts,
                 "max_deaths": settings.max_deaths,
@@ -304,7 +313,7 @@ class Calls:
         )
 
     def release(self, rider: Rider) -> Call[str]:
-        """Hand a job back, without a charge. Answers released, ended (a stop was wanted) or fenced."""
+        """Hand a job back, without a charge. Answers released, fenced, or the status that a wanted stop ended it with."""
         return self._call("release", [rider.id], (rider.id, rider.epoch, rider.nonce), str)
 
     def cancel(self, id: str) -> Call[str]:

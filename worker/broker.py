@@ -18,7 +18,8 @@ class GatedQoS(kombu_redis.QoS):
     """Prefetch bound and gate together."""
 
     def can_consume(self) -> bool:
-        gate = self.channel.connection.client.transport_options.get(GATE_OPTION)
+        connection: Any = self.channel.connection
+        gate = connection.client.transport_options.get(GATE_OPTION)
         return bool(super().can_consume()) and (gate is None or bool(gate()))
 
 

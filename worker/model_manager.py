@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from tasks.settings import Settings
+from worker.engines import prepacked
 from worker.engines.attention import ATTENTION_NAME, register
 from worker.engines.base import EngineError, Report
 from worker.engines.gguf_conversion import convert, converted_folder
@@ -48,10 +52,12 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
     Raises:
         EngineError: it can't be had or can't be served; the message names the model, the cause and a way out.
     """
-    transformers.logging.set_verbosity_error()
-    disable_progress_bar()
+    # Progress and errors are reported by us, in our own words.
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
+    share_processors(settings.workers, device)
     source = find_model(settings.model)
     folder, done = _unpacked(source, settings, dtype, report)
 
@@ -70,6 +76,8 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
         )
     report(f"moving the weights to {device}", done + 0.9 * (1 - done))
     model = _on_device(model.eval(), device, settings.model)
+    if prepacked.pays(model):
+        prepacked.prepack(model)
 
     tokenizer = TransformersTokenizer(pretrained_tokenizer, model.generation_config)
     dtype_name = str(dtype).removeprefix("torch.")
@@ -79,7 +87,7 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
         engine=ENGINE,
         device=str(device),
         dtype=dtype_name,
-        fingerprint=_fingerprint(_identity(source, config), tokenizer_json or repr(pretrained_tokenizer), dtype_name),
+        fingerprint=_fingerprint(_identity(source, settings), tokenizer_json or repr(pretrained_tokenizer), dtype_name),
         context_length=context_length,
         tokenizer_json=tokenizer_json,
         chat_template=tokenizer.chat_template,
@@ -111,6 +119,16 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", int(index or 0))
 
 
+def share_processors(num_workers: int, device: torch.device) -> None:
+    """Give this worker its share of the processors, where several start on this machine and the model is on the CPU.
+
+    Threads of one matrix product wait for each other by spinning. Where two workers have a thread on every processor
+    each, steps take ten times as long. OMP_NUM_THREADS wins.
+    """
+    if num_workers > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_workers))
+
+
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The number format that a setting names; auto is bfloat16 where the device computes in it, else float32."""
     if name != "auto":
@@ -122,9 +140,13 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def cpu_computes_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware: AVX-512 BF16 or AMX on x86-64, BF16 on arm64."""
+    """Whether this CPU multiplies bfloat16 in hardware and torch has the kernels for it.
+
+    That is AVX-512 BF16 or AMX on x86-64, and BF16 on arm64 except on macOS.
+    """
     capabilities = torch.cpu.get_capabilities()
-    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
+    names = ("avx512_bf16", "amx_bf16") if sys.platform == "darwin" else ("avx512_bf16", "amx_bf16", "bf16")
+    return any(capabilities.get(name) for name in names)
 
 
 def check_architecture(config: PreTrainedConfig, model: str) -> None:
@@ -210,7 +232,7 @@ def _load(auto_class: Any, folder: str | Path, settings: Settings, **options: An
             **options,
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        cause = str(error).strip().split("\n")[0]
+        cause = str(error).strip().split("\n")[0].rstrip(".")
         if isinstance(folder, Path):
             advice = "Check the folder, or take another model"
         else:
@@ -233,10 +255,13 @@ def _on_device(model: PreTrainedModel, device: torch.device, name: str) -> PreTr
     return moved
 
 
-def _identity(source: ModelSource, config: PreTrainedConfig) -> str:
-    if source.hub_name is not None:
-        return f"{source.hub_name}@{config._commit_hash}"
-    return content_hash(source)
+def _identity(source: ModelSource, settings: Settings) -> str:
+    if source.hub_name is None:
+        return content_hash(source)
+    # Where the hub's client has put the configuration: .../snapshots/<commit>/config.json
+    path = try_to_load_from_cache(source.hub_name, "config.json", revision=settings.revision or "main")
+    commit = Path(path).parent.name if isinstance(path, str) else settings.revision
+    return f"{source.hub_name}@{commit}"
 
 
 def _fingerprint(identity: str, tokenizer: str, dtype: str) -> str:
@@ -245,6 +270,7 @@ def _fingerprint(identity: str, tokenizer: str, dtype: str) -> str:
 
 
 def _memory_bytes(model: PreTrainedModel) -> int:
-    """Bytes of all parameters and buffers; parameters that are tied count once."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    """Bytes of all weights; those that are tied count once, unless a second copy is held."""
+    tensors = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    packed = [module.num_bytes for module in model.modules() if isinstance(module, prepacked.PrepackedLinear)]
+    return sum(tensors.values()) + sum(packed)

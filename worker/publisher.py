@@ -58,6 +58,8 @@ class Publisher:
         self._pool = pool
         self._deliveries: dict[str, Delivery] = {}
         self._claimed_at: dict[str, float] = {}
+        #: Of claims whose answer we have not seen: sent again with the same nonce, a claim that was granted stays ours.
+        self._nonces: dict[str, str] = {}
 
     def tag(self, id: str) -> str:
         """Delivery tag of the message under which a job rides, "" where there is none."""
@@ -67,10 +69,17 @@ class Publisher:
     # --- in ---------------------------------------------------------------------------------------------------------
 
     def adopt(self, delivery: Delivery) -> bool:
-        """Whether the message is one more of a job that rides here: the handle of a lost connection is replaced."""
+        """Whether the message is one more of a job that rides here.
+
+        The same message, delivered again, replaces the handle of a lost connection. Another message for the job is done
+        with: two unacknowledged messages would count as two slots with the broker.
+        """
         if self._slots.get(delivery.id) is None:
             return False
-        self._deliveries[delivery.id] = delivery
+        if delivery.tag == self._deliveries[delivery.id].tag:
+            self._deliveries[delivery.id] = delivery
+        else:
+            self._celery_side.given_up(delivery)
         return True
 
     def refuse(self, delivery: Delivery) -> None:
@@ -82,21 +91,24 @@ class Publisher:
 
     def claim(self, delivery: Delivery, fingerprint: str, incarnation: str, worker: str) -> None:
         """Make the job ours and give it a free slot, at the position of its log."""
-        nonce = uuid.uuid4().hex
+        nonce = self._nonces.setdefault(delivery.id, uuid.uuid4().hex)
         claim = self._ledger.run(self._calls.claim(delivery.id, nonce, fingerprint, incarnation, worker, os.getpid()))
         if claim.verdict in ("mismatch", "newer"):
             self.refuse(delivery)
+            del self._nonces[delivery.id]
             return
         if claim.verdict != "ok":
             self._celery_side.given_up(delivery)
+            del self._nonces[delivery.id]
             return
         ride = Ride.from_claim(delivery.id, nonce, claim)
+        if claim.k:
+            self._read_log(ride)
+        del self._nonces[delivery.id]
         self._slots.add(ride)
         self._deliveries[ride.id] = delivery
         self._claimed_at[ride.id] = time.monotonic()
         self._celery_side.started(delivery)
-        if claim.k:
-            self._read_log(ride)
         if claim.stop:
             self.stop(ride, claim.stop)
 
@@ -123,6 +135,9 @@ class Publisher:
             if answer.verdict == "ok" and not answer.stop:
                 ride.boarded()
                 agreed.append(ride)
+            elif answer.verdict == "error":
+                # tried again in the next pass; raised here, the error would lose those that may board
+                self._refused(ride, answer)
             else:
                 self._answered(ride, answer)
         return agreed
@@ -133,7 +148,9 @@ class Publisher:
         """Write until the ledger holds all that we hold; one call a round for all slots."""
         while True:
             for ride in self._slots.rides:
-                if ride.wants_hand_back and not ride.has_news():
+                if ride.over_as is not None and not ride.in_child:
+                    self._over(ride, ride.over_as)
+                elif ride.wants_hand_back and not ride.has_news():
                     self.hand_back(ride)
             rides = [ride for ride in self._slots.rides if ride.has_news()]
             if not rides:
@@ -150,8 +167,10 @@ class Publisher:
     def renewed(self, ride: Ride, answer: SlotAnswer) -> None:
         """What a renewal said. Its position may be older than what was written meanwhile, so it does not count."""
         if answer.verdict == "fenced":
-            self._lost(ride)
-        elif answer.stop:
+            self._lost(ride, "")
+        elif answer.verdict == "ended":
+            self._lost(ride, answer.stop)
+        elif answer.stop and answer.verdict != "error":
             self.stop(ride, answer.stop)
 
     def charge(self, generation: str, cause: str) -> None:
@@ -182,6 +201,8 @@ class Publisher:
 
     def stop(self, ride: Ride, stop: str) -> None:
         """The ledger wants this job to stop. An end that came first wins; the status waits for the child's word."""
+        if ride.over_as is not None:
+            return
         if ride.state is RideState.BOARDED:
             ride.leave(stop)
             self._send(Abort(ride.id))
@@ -193,7 +214,7 @@ class Publisher:
     def hand_back(self, ride: Ride) -> None:
         """Give a job back at its position, for another worker to go on."""
         answer = self._ledger.run(self._calls.release(ride.rider))
-        self._over(ride, "cancelled" if answer == "ended" else "")
+        self._over(ride, "" if answer in ("released", "fenced") else answer)
         self._pump(self._pool)
 
     def _answered(self, ride: Ride, answer: SlotAnswer) -> None:
@@ -202,29 +223,45 @@ class Publisher:
                 ride.sent = answer.k
                 ride.prompt_tokens_sent = ride.prompt_tokens is not None
             case "at" if answer.k <= len(ride.ids):
+                if answer.k < ride.sent:
+                    ride.prompt_tokens_sent = False  # the ledger lost its tail, and maybe this with it
                 ride.sent = answer.k
             case "ended":
-                self._over(ride, ride.end.status if ride.end else "failed")
+                self._lost(ride, answer.stop)
                 return
             case "error":
-                ride.errors += 1
-                _log.error("ledger_refused_a_slot", job=ride.id, error=answer.stop)
-                if ride.errors < _MAX_SLOT_ERRORS:
+                self._refused(ride, answer)
+                if ride.over_as is None:
                     raise SlotRefused(f"the ledger refused to write job {ride.id}: {answer.stop}")
-                self._lost(ride)
                 return
             case _:
-                self._lost(ride)
+                self._lost(ride, "")
                 return
         if answer.stop:
             self.stop(ride, answer.stop)
 
-    def _lost(self, ride: Ride) -> None:
-        """Another worker owns it, or it is over: nothing of ours is written any more."""
-        _log.warning("ride_lost", job=ride.id, at=ride.sent)
-        if ride.in_child:
+    def _refused(self, ride: Ride, answer: SlotAnswer) -> None:
+        ride.errors += 1
+        _log.error("ledger_refused_a_slot", job=ride.id, error=answer.stop)
+        if ride.errors >= _MAX_SLOT_ERRORS:
+            self._lost(ride, "")
+
+    def _lost(self, ride: Ride, status: str) -> None:
+        """The ledger is done with this claim: the job has ended with `status`, or "" where another owns it.
+
+        While the child has the sequence the slot is in use, and the job is not taken up here again: tokens that are
+        still on their way would pass for those of a new ride.
+        """
+        if ride.over_as is not None:
+            return
+        ride.over_as = status
+        if not status:
+            _log.warning("ride_lost", job=ride.id, at=ride.sent)
+        if ride.state is RideState.BOARDED:
+            ride.leave("")
             self._send(Abort(ride.id))
-        self._over(ride, "")
+        elif not ride.in_child:
+            self._over(ride, status)
 
     def _over(self, ride: Ride, status: str) -> None:
         """Free the slot. `status` is the final status that this owner wrote, "" where it wrote none."""

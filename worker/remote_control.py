@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 from celery.utils.functional import maybe_list
-from celery.worker.control import Panel, ok
+from celery.worker.control import control_command
 
 from tasks.app import CarpoolCelery
 from tasks.ledger import SyncLedger
@@ -25,7 +25,7 @@ def install(celery: CarpoolCelery, settings: Settings) -> None:
     def cancel(ids: Iterable[str]) -> dict[str, str]:
         answers = {id: ledger.run(ledger.calls.cancel(id)) for id in ids}
         _log.info("cancelled_by_remote_control", answers=answers)
-        return ok(", ".join(f"{id}: {answer}" for id, answer in answers.items()))
+        return {"ok": ", ".join(f"{id}: {answer}" for id, answer in answers.items())}
 
     def revoke(state: Any, task_id: Any, terminate: bool = False, signal: Any = None, **_: Any) -> dict[str, str]:
         """Cancel jobs by id."""
@@ -35,7 +35,7 @@ def install(celery: CarpoolCelery, settings: Settings) -> None:
         """Cancel jobs by id."""
         return cancel(str(id) for id in maybe_list(task_id) or [])
 
-    Panel.register(name="revoke", variadic="task_id", signature="[id1 [id2 [... [idN]]]]")(revoke)
-    Panel.register(
+    control_command(name="revoke", variadic="task_id", signature="[id1 [id2 [... [idN]]]]")(revoke)
+    control_command(
         name="terminate", variadic="task_id", args=[("signal", str)], signature="<signal> [id1 [id2 [... [idN]]]]"
     )(terminate)

@@ -38,7 +38,7 @@ class StopNotices:
         try:
             while not self._stopping.is_set():
                 try:
-                    with client.pubsub(ignore_subscribe_messages=True) as pubsub:
+                    with client.pubsub(ignore_subscribe_messages=True) as pubsub:  # type: ignore[no-untyped-call] # theirs
                         pubsub.subscribe(self._channel)
                         while not self._stopping.is_set():
                             message = pubsub.get_message(timeout=0.5)

@@ -30,6 +30,8 @@ class End:
 
 
 HAND_BACK = End("")
+#: A suspect that others went before so often has its turn.
+_PASSED_OVER_MOST = 2
 
 
 @dataclass(slots=True)
@@ -41,6 +43,8 @@ class Ride:
             tail of the ledger is sent again from.
         sent: tokens that the ledger holds, as far as we know.
         leaving_for: why the child was asked to take it out: cancelled, expired, or "" for a hand-back.
+        over_as: set once the ledger is done with this claim: the status that the job ended with under it, or "" where
+            it is another's. Nothing more is written; the slot is free when the child has let go.
         boarded_at: tokens it had when it boarded last.
         passed_over: how often another went first because this one has strikes.
     """
@@ -61,6 +65,7 @@ class Ride:
     state: RideState = RideState.CLAIMED
     end: End | None = None
     leaving_for: str = ""
+    over_as: str | None = None
     prompt_tokens: int | None = None
     prompt_tokens_sent: bool = False
     passed_over: int = 0
@@ -105,12 +110,13 @@ class Ride:
     @property
     def wants_hand_back(self) -> bool:
         """It is out of the child and goes to another worker."""
-        return self.state is RideState.ENDING and self.end is HAND_BACK
+        return self.state is RideState.ENDING and self.end is HAND_BACK and self.over_as is None
 
     def boarded(self) -> None:
         """The child gets it."""
         self.state = RideState.BOARDED
         self.boarded_at = self.sent
+        self.passed_over = 0
 
     def leave(self, why: str) -> None:
         """The child was asked to take it out; `why` is a final status, or "" for a hand-back."""
@@ -128,7 +134,7 @@ class Ride:
 
     def has_news(self) -> bool:
         """Whether the ledger does not hold everything yet."""
-        return (
+        return self.over_as is None and (
             len(self.ids) > self.sent
             or (self.end is not None and self.end is not HAND_BACK)
             or (self.prompt_tokens is not None and not self.prompt_tokens_sent)
@@ -205,15 +211,17 @@ class WorkloadManager:
 
         Jobs that a process died with board one at a time: at most one young sequence is in the child while one of
         the young, or the one to board, has strikes. So the next death has one suspect. Fewest strikes first, but a
-        suspect that was passed over twice goes before those without.
+        suspect that was passed over twice goes before those without, who then wait until it could board.
         """
         claimed = [ride for ride in self._rides.values() if ride.state is RideState.CLAIMED]
-        claimed.sort(key=lambda ride: (ride.passed_over < 2, ride.strikes))
+        claimed.sort(key=lambda ride: (ride.passed_over < _PASSED_OVER_MOST, ride.strikes))
         young = [ride for ride in self._rides.values() if ride.in_child and self._is_young(ride)]
         boarding: list[Ride] = []
         for ride in claimed:
             beside = young + boarding
             if beside and (self._suspicious(ride) or any(self._suspicious(other) for other in beside)):
+                if ride.passed_over >= _PASSED_OVER_MOST:
+                    break
                 continue
             boarding.append(ride)
         return boarding

@@ -11,7 +11,7 @@ if R.idem ~= '' then
 end
 
 local deadline = NOW + R.deadline
-local expires = int(deadline + C.retention)
+local expires = int(deadline + kept_for(R.idem))
 
 local function record(id, i, group)
   redis.call('HSET', record_key(id), 'v', '1', 'id', id, 'status', 'queued', 'epoch', '0', 'owner', '', 'lease', '0', 'stop', '',

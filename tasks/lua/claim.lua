@@ -44,14 +44,15 @@ local epoch = int(tonumber(j.epoch) + 1)
 local lease = NOW + C.lease
 redis.call('HSET', key, 'status', 'running', 'epoch', epoch, 'owner', R.nonce, 'incarnation', R.incarnation, 'worker', R.worker,
   'lease', int(lease), 'boarded', '', 'died_gen', '', 'claims', int(claims), 'claim_k', j.k, 'fingerprint', R.fingerprint,
-  'invites', '0')
+  'invites', '0', 'unserved_since', '')
 redis.call('HINCRBY', key, 'rides', 1)
 if j.started_at == '' then redis.call('HSET', key, 'started_at', int(NOW)) end
-set_due(id, due_of('running', lease, '', tonumber(j.deadline)), redis.call('PEXPIRETIME', key))
+set_due(id, due_of(lease, '', tonumber(j.deadline)), redis.call('PEXPIRETIME', key))
 local marker = string.format('{"v":1,"t":"marker","n":%s,"ids":[],"text":[],"worker":%s}', j.k, quote(R.worker))
 redis.call('XADD', log_key(id), epoch .. '-' .. j.k, 'd', marker)
 redis.call('PEXPIREAT', log_key(id), int(redis.call('PEXPIRETIME', key)))
 leave_queues(id, j.pool)
 publish(id, marker)
-celery_record(id, 'STARTED', string.format('{"pid":%s,"hostname":%s}', int(R.pid), quote(R.worker)), false)
+celery_record(id, 'STARTED', string.format('{"pid":%s,"hostname":%s}', int(R.pid), quote(R.worker)), false,
+  redis.call('PEXPIRETIME', key))
 return granted(epoch, struck.strikes, struck.struck_at, '')

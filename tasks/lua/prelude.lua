@@ -5,6 +5,8 @@
 local C = cjson.decode(ARGV[1])
 local P = '{carpool}:'
 local TIME = redis.call('TIME')
+-- a test may stand in for the clock; tasks/ledger.py never does
+if C.clock then TIME = { math.floor(C.clock / 1000), C.clock % 1000 * 1000 } end
 local NOW = tonumber(TIME[1]) * 1000 + math.floor(tonumber(TIME[2]) / 1000)
 local NOW_US = tonumber(TIME[1]) * 1000000 + tonumber(TIME[2])
 
@@ -24,6 +26,7 @@ local function inv_key(pool) return P .. 'inv:' .. pool end
 local function pool_workers_key(pool) return P .. 'ws:' .. pool end
 local function worker_key(incarnation) return P .. 'w:' .. incarnation end
 local function queue_key(pool) return 'carpool.' .. pool end
+local function celery_key(id) return 'celery-task-meta-' .. id end
 local DUE = P .. 'due'
 
 local function publish(id, data) redis.call('PUBLISH', P .. C.db .. ':c:' .. id, data) end
@@ -51,11 +54,20 @@ local function expire_job(id, at)
   redis.call('PEXPIREAT', record_key(id), at)
   redis.call('PEXPIREAT', log_key(id), at)
   redis.call('PEXPIREAT', text_key(id), at)
+  redis.call('PEXPIREAT', celery_key(id), at)
 end
 
+-- How long a job is kept after its end. An idempotency key lives as long as its record, and the record as long as the
+-- key is promised to be remembered.
+local function kept_for(idem) return idem ~= '' and math.max(C.retention, C.idempotency) or C.retention end
+
 -- `due` is always: the deadline while queued; the lease while running with a stop or a passed deadline; else the earlier.
-local function due_of(status, lease, stop, deadline)
-  if status == 'queued' then return deadline end
+-- A queued job that has tokens is looked at now and then besides: does anybody still serve its model?
+local function due_in_queue(k, deadline)
+  return k == '0' and deadline or math.min(deadline, NOW + C.look_again)
+end
+
+local function due_of(lease, stop, deadline)
   if stop ~= '' or NOW >= deadline then return lease end
   return math.min(lease, deadline)
 end
@@ -163,30 +175,26 @@ local CELERY_STATE = { succeeded = 'SUCCESS', failed = 'FAILURE', cancelled = 'R
 
 -- Celery's own record of the result, as its Redis backend writes it (SETEX and PUBLISH): never through
 -- backend.store_result, which no fence guards.
-local function celery_record(id, state, result, done)
-  local key = 'celery-task-meta-' .. id
+local function celery_record(id, state, result, done, expires)
+  local key = celery_key(id)
   local data = string.format('{"status":"%s","result":%s,"traceback":null,"children":[],"date_done":%s,"task_id":%s}',
     state, result, done and quote(iso_now()) or 'null', quote(id))
-  redis.call('SET', key, data, 'PX', int(C.retention))
+  redis.call('SET', key, data, 'PXAT', int(expires))
   redis.call('PUBLISH', key, data)
 end
 
-local function celery_end(id, status, view, error)
+local function celery_end(id, status, view, reason, expires)
   local result = view
-  local reason = error ~= '' and cjson.decode(error) or {}
   if status == 'cancelled' then
     result = '{"exc_type":"TaskRevokedError","exc_message":["cancelled"],"exc_module":"celery.exceptions"}'
   elseif status ~= 'succeeded' then
     result = string.format('{"exc_type":"JobFailed","exc_message":[%s,%s,%s],"exc_module":"tasks.codes"}', quote(reason.message),
       quote(reason.code), quote(id))
   end
-  celery_record(id, CELERY_STATE[status], result, true)
+  celery_record(id, CELERY_STATE[status], result, true, expires)
 end
 
--- An idempotency key lives as long as its record, and the record as long as the key is promised to be remembered.
-local function end_of_life(idem)
-  return int(NOW + ((idem ~= '') and math.max(C.retention, C.idempotency) or C.retention))
-end
+local function reason_of(error) return error ~= '' and cjson.decode(error) or {} end
 
 local RANK = { succeeded = 0, expired = 1, cancelled = 2, failed = 3 }
 
@@ -201,9 +209,9 @@ local function group_child_ended(group, child, status, error)
   end
   if redis.call('HINCRBY', key, 'left', -1) > 0 then return end
   redis.call('HSET', key, 'status', g.worst, 'finished_at', int(NOW))
-  celery_end(group, g.worst, group_view(group), redis.call('HGET', key, 'error') or '')
+  local at = int(NOW + kept_for(g.idem))
+  celery_end(group, g.worst, group_view(group), reason_of(redis.call('HGET', key, 'error') or ''), at)
   publish(group, string.format('{"v":1,"t":"end","n":0,"ids":[],"text":[],"status":%s}', quote(g.worst)))
-  local at = end_of_life(g.idem)
   redis.call('PEXPIREAT', key, at)
   if g.idem ~= '' then redis.call('PEXPIREAT', idem_key(g.idem), at) end
   for i = 0, tonumber(g.n) - 1 do expire_job(group .. '.' .. int(i), at) end
@@ -215,6 +223,7 @@ local function terminal(id, status, finish_reason, error, tail)
   local key = record_key(id)
   local j = fields(key, 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens')
   if j.status ~= 'queued' and j.status ~= 'running' then return false end
+  local reason = reason_of(error) -- before anything is written: there is no rollback
   local epoch = int(tonumber(j.epoch) + 1)
   local data = string.format(
     '{"v":1,"t":"end","n":%s,"ids":[],"text":[%s],"status":%s,"finish_reason":%s,"usage":%s,"error":%s}', j.k, quote(tail),
@@ -226,17 +235,15 @@ local function terminal(id, status, finish_reason, error, tail)
   leave_queues(id, j.pool)
   redis.call('ZREM', DUE, id)
   publish(id, data)
-  celery_end(id, status, job_view(id), error)
+  -- the children of a group stay until the group has ended, so that its texts are whole
+  local at = int(j.group ~= '' and redis.call('PEXPIRETIME', key) or NOW + kept_for(j.idem))
+  celery_end(id, status, job_view(id), reason, at)
+  expire_job(id, at)
   if j.native ~= '' then redis.call('SET', P .. 'tomb:' .. id, '1', 'PX', int(C.tombstone)) end
   if j.group ~= '' then
-    -- the children of a group stay until the group has ended, so that its texts are whole
-    local at = redis.call('PEXPIRETIME', key)
-    expire_job(id, int(at))
     group_child_ended(j.group, id, status, error)
-  else
-    local at = end_of_life(j.idem)
-    expire_job(id, at)
-    if j.idem ~= '' then redis.call('PEXPIREAT', idem_key(j.idem), at) end
+  elseif j.idem ~= '' then
+    redis.call('PEXPIREAT', idem_key(j.idem), at)
   end
   return true
 end

@@ -1,8 +1,8 @@
 -- One decoding step of all slots: each token once, in order, fenced. Without tokens it renews, with a status it finishes.
 -- ARGV[2]: number of slots; then 13 arguments a slot (see Ledger.step). Each slot in a pcall of its own: an error in one
 -- must not skip the next, and there is no rollback.
--- Returns, per slot, {verdict, k, stop}: ok, at (the ledger holds k tokens: send again from there), ended (by this owner),
--- fenced (another owns it, or it is over), error.
+-- Returns, per slot, {verdict, k, stop}: ok, at (the ledger holds k tokens: send again from there), ended (under this
+-- owner; its status in the place of stop), fenced (another owns it, or it is over), error (its text in the place of stop).
 local WIDTH = 13
 
 local function one(key, a)
@@ -13,17 +13,18 @@ local function one(key, a)
   local j = fields(key, 'status', 'epoch', 'owner', 'k', 'stop', 'deadline', 'pool')
   if not owned(j, epoch, nonce) then
     local mine = j.owner == nonce and tonumber(j.epoch == '' and -1 or j.epoch) == tonumber(epoch) + 1
-    return { mine and j.status ~= 'running' and j.status ~= 'queued' and 'ended' or 'fenced', j.k, '' }
+    if mine and j.status ~= 'running' and j.status ~= 'queued' then return { 'ended', j.k, j.status } end
+    return { 'fenced', j.k, '' }
   end
   local k, deadline, stop = tonumber(j.k), tonumber(j.deadline), j.stop
   if stop == '' and NOW >= deadline then stop = 'expired' end
   local lease = NOW + C.lease
   redis.call('HSET', key, 'lease', int(lease), 'stop', stop)
-  set_due(id, due_of('running', lease, stop, deadline), redis.call('PEXPIRETIME', key))
+  set_due(id, due_of(lease, stop, deadline), redis.call('PEXPIRETIME', key))
   redis.call('ZREM', inv_key(j.pool), id)
   if prompt_tokens ~= '' then redis.call('HSET', key, 'prompt_tokens', prompt_tokens) end
-  if board ~= '' then redis.call('HSET', key, 'boarded', j.k) end
   if first > 0 and first ~= k + 1 then return { 'at', j.k, stop } end
+  if board ~= '' then redis.call('HSET', key, 'boarded', j.k) end
   if count > 0 then
     k = k + count
     redis.call('XADD', log_key(id), 'NOMKSTREAM', epoch .. '-' .. int(k), 'd', data)
@@ -33,7 +34,7 @@ local function one(key, a)
   end
   if final ~= '' then
     terminal(id, final, finish_reason, error ~= '' and error or STOP_ERROR[final] or '', tail)
-    return { 'ended', int(k), '' }
+    return { 'ended', int(k), final }
   end
   return { 'ok', int(k), stop }
 end

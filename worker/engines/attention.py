@@ -80,29 +80,35 @@ def attend(
     if unsupported:
         raise UnsupportedAttentionError(f"its attention needs {', '.join(unsupported)}")
     num_decoding = layout.num_decoding
-    parts = []
-    if num_decoding:
-        parts.append(_attend_decoding(query[:, :, :num_decoding], key, value, layout, scaling))
-    if num_decoding < query.shape[2]:
-        parts.append(_attend_chunk(query[:, :, num_decoding:], key, value, layout, scaling))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+    if num_decoding == query.shape[2]:
+        return _attend_decoding(query, key, value, layout, scaling), None
+    chunk = _attend_chunk(query[:, :, num_decoding:], key, value, layout, scaling)
+    if num_decoding == 0:
+        return chunk, None
+    decoding = _attend_decoding(query[:, :, :num_decoding], key, value, layout, scaling)
+    return torch.cat((decoding, chunk), dim=1), None
 
 
 def _attend_decoding(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: BatchLayout, scaling: float | None
 ) -> torch.Tensor:
-    num_rows, length = layout.num_decoding, layout.decode_length
-    num_heads, head_dim, num_kv_heads = query.shape[1], query.shape[3], key.shape[1]
+    _, num_heads, num_rows, head_dim = query.shape
+    num_kv_heads = key.shape[1]
     # The heads that share a key go in as if they were queries of one head, so that keys need not be repeated.
-    grouped = query[0].transpose(0, 1).reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = query.transpose(1, 2).reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     output = scaled_dot_product_attention(
         grouped,
-        key[:num_rows, :, :length],
-        value[:num_rows, :, :length],
+        _first_rows(key, num_rows, layout.decode_length),
+        _first_rows(value, num_rows, layout.decode_length),
         attn_mask=layout.decode_mask,
         scale=scaling,
     )
     return output.reshape(1, num_rows, num_heads, -1)
+
+
+def _first_rows(buffer: torch.Tensor, num_rows: int, length: int) -> torch.Tensor:
+    """`buffer[:num_rows, :, :length]` in one operation instead of three: this runs for every layer and step."""
+    return buffer.as_strided((num_rows, buffer.shape[1], length, buffer.shape[3]), buffer.stride())
 
 
 def _attend_chunk(

@@ -33,6 +33,22 @@ class Chunk:
         return self.start + len(self.token_ids)
 
 
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Number of tokens that the model takes."""
+    return _num_rows(model.get_input_embeddings())
+
+
+def num_logits(model: PreTrainedModel) -> int:
+    """Number of tokens that the model gives logits for."""
+    return _num_rows(model.get_output_embeddings())  # type: ignore[no-untyped-call]
+
+
+def _num_rows(embeddings: torch.nn.Module) -> int:
+    weight = embeddings.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0]
+
+
 class ForwardPass:
     """The model over the rows of a KV cache."""
 

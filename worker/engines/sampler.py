@@ -16,8 +16,8 @@ import torch
 from tasks.job_request import SamplingParams
 from worker.engines.base import SequenceError
 
-#: How many of the likeliest tokens are sorted at first, then at second try, in the search for the nucleus of top-p.
-NUCLEUS_TRIES = (64, 1024)
+#: How many of the likeliest tokens are sorted, try after try, in the search for the nucleus of top-p.
+NUCLEUS_TRIES = (64, 1024, 8192)
 
 _NEVER = -math.inf
 

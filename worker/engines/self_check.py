@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from worker.engines.attention import ATTENTION_NAME, UnsupportedAttentionError
 from worker.engines.base import EngineError
-from worker.engines.forward import Chunk, ForwardPass
+from worker.engines.forward import Chunk, ForwardPass, num_embeddings
 from worker.engines.kv_cache import SlotCache
 
 NUM_TOKENS = (10, 5)
@@ -48,7 +48,7 @@ def check_model(model: PreTrainedModel, name: str) -> None:
 @torch.inference_mode()
 def relative_errors(model: PreTrainedModel) -> list[float]:
     """Distance of batched logits from the model's own, relative to their spread, for two sequences."""
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = num_embeddings(model)
     longer, shorter = ([(11 + 7919 * i * (row + 1)) % vocab_size for i in range(n)] for row, n in enumerate(NUM_TOKENS))
     references = [_own_logits(model, longer), _own_logits(model, shorter)]
     batched = _batched_logits(model, longer, shorter)

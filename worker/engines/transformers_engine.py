@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tasks.settings import Settings
 from worker.engines.base import Emission, EngineSequence, Report, SequenceError
-from worker.engines.forward import Chunk, ForwardPass
+from worker.engines.forward import Chunk, ForwardPass, num_embeddings, num_logits
 from worker.engines.kv_cache import SlotCache
 from worker.engines.sampler import SequenceSampling, sample
 from worker.engines.self_check import check_model
@@ -75,8 +75,8 @@ class TransformersEngine:
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self.model = model
         self._device = model.device
-        self._num_embeddings = model.get_input_embeddings().weight.shape[0]
-        self._vocab_size = model.get_output_embeddings().weight.shape[0]
+        self._num_embeddings = num_embeddings(model)
+        self._vocab_size = num_logits(model)
         self._cache = SlotCache(max_batch_size, card.context_length)
         self._forward = ForwardPass(model, self._cache)
         self._waiting: deque[_Ride] = deque()
@@ -245,7 +245,7 @@ class TransformersEngine:
         else:
             self._waiting.remove(ride)
         if not is_clean and ride.row is not None:
-            pass
+            self._cache.clear(ride.row)
         if not self._riding():
             self._cache.shrink()
 

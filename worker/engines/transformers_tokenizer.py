@@ -28,10 +28,8 @@ class TransformersTokenizer:
     @property
     def chat_template(self) -> str | None:
         """The template for messages without tools; None where the model has none."""
-        template = self._tokenizer.chat_template
-        if isinstance(template, dict):
-            return template.get("default")
-        return template
+        template: str | dict[str, str] | None = self._tokenizer.chat_template
+        return template.get("default") if isinstance(template, dict) else template
 
     @property
     def json(self) -> str | None:

@@ -1,0 +1,68 @@
+"""The API as an ASGI application: `create_app`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from api import errors, generation, health, jobs
+from api.safety import BodyCheck, HostCheck, RequestIds
+from api.service import Service
+from tasks.settings import Settings, load_settings
+
+_DESCRIPTION = """LLM generation on Celery and Redis.
+
+An accepted job is never lost, and a stream outlives both of its ends: the client's and the worker's.
+
+Errors are `{"error": {"message", "type", "param", "code"}}`. Every answer to a request that made a job carries
+`x-carpool-job-id` and `Location`; any stream can be taken up again at `/jobs/{id}/stream`."""
+
+
+def create_app(settings: Settings | None = None) -> FastAPI:
+    """An application for these settings; without any, for those of the environment.
+
+    Its parts (clients of Redis, the relay, the keeper of the ledger) live as long as its lifespan.
+
+    Raises:
+        SettingsError: the environment holds a setting that cannot be used.
+    """
+    used = settings or load_settings()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with Service(used) as service:
+            app.state.service = service
+            yield
+
+    app = FastAPI(
+        title="Carpool",
+        version=version("carpool"),
+        description=_DESCRIPTION,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    errors.install(app)
+    for router in (generation.router, jobs.router, health.router):
+        app.include_router(router)
+    # the last one added is the first to see a request
+    app.add_middleware(BodyCheck, max_bytes=used.max_body_bytes)
+    if origins := _names(used.cors_origins):
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "Idempotency-Key", "Last-Event-ID", "x-request-id"],
+            expose_headers=["Location", "Retry-After", "x-carpool-job-id", "x-request-id"],
+        )
+    if not used.allow_no_keys:
+        app.add_middleware(HostCheck, allowed=_names(used.allowed_hosts))
+    app.add_middleware(RequestIds, root_path=used.root_path)
+    return app
+
+
+def _names(setting: str) -> list[str]:
+    return [name.strip() for name in setting.split(",") if name.strip()]

@@ -1,0 +1,215 @@
+"""Accepting: from a checked request to a job or group that the ledger holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis.asyncio
+from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
+
+from api.counting import TokenCounter
+from api.events import as_json
+from api.feed import Feed
+from api.relay import Relay
+from tasks.acceptance import input_json, params_json
+from tasks.codes import CarpoolError
+from tasks.job_request import JobOptions, Message, child_seed, draw_seed
+from tasks.ledger import Acceptance, Accepted, AsyncLedger, Job, script_text
+from tasks.registry import ModelInfo
+from tasks.settings import Settings
+
+_KEY: Final = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Idempotency:
+    """A request that is to make its job only once, however often it is sent.
+
+    Attributes:
+        scope_hash: hash of API key, method, path and the caller's key.
+        body_hash: hash of the body as canonical JSON.
+    """
+
+    scope_hash: str
+    body_hash: str
+
+    @classmethod
+    def of(cls, owner: str, method: str, path: str, key: str, body: Any) -> Idempotency:
+        """Raises CarpoolError where the key is not one."""
+        if not _KEY.fullmatch(key):
+            raise CarpoolError(
+                "invalid_request",
+                f"the header Idempotency-Key is {key[:80]!r}: it takes 1 to 255 printable ASCII characters",
+                param="Idempotency-Key",
+            )
+        scope = json.dumps([owner, method, path, key]).encode()
+        canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+        return cls(hashlib.sha256(scope).hexdigest(), hashlib.sha256(canonical).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a request asks for.
+
+    Attributes:
+        prompts: one per job; a chat is given as `messages` alone.
+        is_group: the jobs are the children of a group, also where there is only one.
+    """
+
+    options: JobOptions
+    default_max_tokens: int
+    prompts: Sequence[str] = ()
+    messages: Sequence[Message] | None = None
+    is_group: bool = False
+    idempotency: Idempotency | None = None
+
+    def inputs(self) -> list[str]:
+        """The input of each job as JSON."""
+        if self.messages is not None:
+            return [input_json(None, [(message.role, message.text) for message in self.messages])]
+        return [input_json(prompt, None) for prompt in self.prompts]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """An accepted job.
+
+    Attributes:
+        is_new: this very request made it.
+        durable: whether the record is on disk; None where that was not asked for.
+    """
+
+    id: str
+    is_new: bool
+    durable: bool | None
+
+
+class Intake:
+    """Accepts jobs into the ledger.
+
+    Args:
+        wake: asks for a pump of a pool; must not block.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: redis.asyncio.Redis,
+        ledger: AsyncLedger,
+        relay: Relay,
+        counter: TokenCounter,
+        wake: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._client = client
+        self._ledger = ledger
+        self._relay = relay
+        self._counter = counter
+        self._wake = wake
+
+    async def accept(self, draft: Draft, alias: str, model: ModelInfo | None) -> Ticket:
+        """Record the jobs and have a worker invited. Never waits for the broker.
+
+        Raises:
+            CarpoolError: it was refused, and nothing was recorded; "redis_unavailable" names the job's id where the
+                answer of Redis was lost and the job may be recorded all the same.
+        """
+        await self._check(draft, model)
+        return await self._accept(draft, alias, str(uuid.uuid4()))
+
+    async def accept_and_follow(
+        self, draft: Draft, alias: str, model: ModelInfo | None, *, ends_only: bool
+    ) -> tuple[Ticket, Feed]:
+        """The same, with a feed of the job that was there before it, so that nothing can be missed. Close the feed."""
+        await self._check(draft, model)
+        id = str(uuid.uuid4())
+        feed = await self._relay.follow([id], ends_only=ends_only)
+        feed.lost.clear()  # nothing was published yet
+        try:
+            ticket = await self._accept(draft, alias, id)
+            if ticket.is_new:
+                return ticket, feed
+        except BaseException:
+            feed.close()
+            raise
+        feed.close()
+        return ticket, await self._relay.follow([ticket.id], ends_only=ends_only)
+
+    async def _check(self, draft: Draft, model: ModelInfo | None) -> None:
+        messages = draft.messages
+        await self._counter.check(
+            model,
+            draft.prompts if messages is None else ["".join(message.text for message in messages)],
+            draft.options.max_tokens,
+            many=draft.is_group,
+            exact=messages is None,
+        )
+
+    async def _accept(self, draft: Draft, alias: str, id: str) -> Ticket:
+        accepted, durable = await self._record(self._acceptance(draft, alias, id))
+        if accepted.verdict == "conflict":
+            raise CarpoolError(
+                "idempotency_conflict",
+                f"this Idempotency-Key was used with another body, for job {accepted.id}. Take a new key for a new "
+                "request, or send the same body",
+                param="Idempotency-Key",
+                job_id=accepted.id,
+            )
+        self._wake(alias)
+        # the same id a second time is our own call, sent again because its answer was lost
+        return Ticket(accepted.id, accepted.id == id, durable)
+
+    def _acceptance(self, draft: Draft, alias: str, id: str) -> Acceptance:
+        options = draft.options
+        max_tokens = options.max_tokens or min(draft.default_max_tokens, self._settings.max_tokens)
+        seed = draw_seed() if options.seed is None else options.seed
+        inputs = draft.inputs()
+        seeds = [child_seed(seed, index) for index in range(len(inputs))] if draft.is_group else [seed]
+        return Acceptance(
+            id=id,
+            pool=alias,
+            params=params_json(options.sampling(), max_tokens),
+            jobs=[Job(*pair) for pair in zip(seeds, inputs, strict=True)],
+            deadline_s=options.deadline_s or self._settings.deadline_s,
+            is_group=draft.is_group,
+            seed=seed,
+            tokens_are_default=options.max_tokens is None,
+            metadata=as_json(options.metadata) if options.metadata is not None else "",
+            user=options.user or "",
+            idempotency=draft.idempotency.scope_hash if draft.idempotency else "",
+            body_hash=draft.idempotency.body_hash if draft.idempotency else "",
+        )
+
+    async def _record(self, acceptance: Acceptance) -> tuple[Accepted, bool | None]:
+        try:
+            if self._settings.ack_after_fsync:
+                return await self._record_on_disk(acceptance)
+            return await self._ledger.run(self._ledger.calls.accept(acceptance)), None
+        except (ConnectionError, TimeoutError) as error:
+            raise CarpoolError(
+                "redis_unavailable",
+                f"Redis did not answer ({error}), so it is not known whether job {acceptance.id} was accepted: "
+                f"GET /jobs/{acceptance.id} tells. With an Idempotency-Key, sending the same again is safe",
+                job_id=acceptance.id,
+                retry_after_s=1,
+            ) from error
+
+    async def _record_on_disk(self, acceptance: Acceptance) -> tuple[Accepted, bool]:
+        """Accept, then wait for the append-only file: in one pipeline, since WAITAOF speaks of its own connection."""
+        call = self._ledger.calls.accept(acceptance)
+        patience_ms = round(self._settings.redis_timeout_s * 750)
+        async with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.eval(script_text(call.script), len(call.keys), *call.keys, *call.args)
+            pipeline.execute_command("WAITAOF", 1, 0, patience_ms)
+            answer, flushed = await pipeline.execute(raise_on_error=False)
+        if isinstance(answer, RedisError):
+            raise answer
+        # a server without an append-only file refuses to wait for one
+        durable = not isinstance(flushed, ResponseError) and int(flushed[0]) >= 1
+        return call.parse(answer), durable

@@ -1,0 +1,143 @@
+"""What stands before every request, as plain ASGI: a name for the request, the Host check, the bounds of a body.
+
+Starlette's BaseHTTPMiddleware would hide from an endpoint that its client has left, so nothing here uses it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import uuid
+from collections.abc import Iterable
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.errors import answer
+from tasks.codes import CarpoolError
+
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_JSON: Final = re.compile(r"application/(?:json|[a-z0-9!#$&^_.+-]+\+json)\s*(?:;.*)?", re.IGNORECASE)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's own."""
+    name = host.rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def host_name(header: str) -> str:
+    """The name in a Host header, without its port and the brackets of an IPv6 address."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+class RequestIds:
+    """Takes over the caller's `x-request-id`, or makes one; it stands in every answer.
+
+    Args:
+        root_path: where a proxy serves the API, whether or not it takes that off the paths that it passes on.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
+        self._app = app
+        self._root_path = root_path.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        if self._root_path:
+            scope["root_path"] = self._root_path
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class HostCheck:
+    """Without API keys, only this machine is served by name, so that no web page can reach the API by DNS rebinding.
+
+    Args:
+        allowed: further host names.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Iterable[str]) -> None:
+        self._app = app
+        self._allowed = frozenset(name.rstrip(".").lower() for name in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            name = host_name(Headers(scope=scope).get("host", ""))
+            if not is_loopback(name) and name.rstrip(".").lower() not in self._allowed:
+                error = CarpoolError(
+                    "host_not_allowed",
+                    f"the Host header names {name[:80]!r}, and without API keys only this machine is served. Call "
+                    "http://127.0.0.1, or add the name to CARPOOL_ALLOWED_HOSTS",
+                )
+                await answer(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyCheck:
+    """Bounds bodies, and takes JSON alone: a web page can't send that to another site without asking first (CORS)."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "")
+        error = None
+        if length.isdecimal() and int(length) > self._max_bytes:
+            error = CarpoolError("body_too_large", self._too_large(f"{length} bytes"))
+        elif (length not in ("", "0") or "transfer-encoding" in headers) and not _JSON.fullmatch(
+            headers.get("content-type", "")
+        ):
+            given = headers.get("content-type", "")[:80]
+            error = CarpoolError(
+                "unsupported_media_type",
+                f"the body's Content-Type is {given!r}. Send JSON, with the header Content-Type: application/json",
+            )
+        if error is not None:
+            # the body is not read: the connection is of no further use
+            await answer(error, {"Connection": "close"})(scope, receive, send)
+            return
+        await self._app(scope, self._bounded(receive), send)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_bytes:
+                    # the one kind of error that passes through the reading of a body unchanged
+                    raise HTTPException(413, self._too_large("longer"))
+            return message
+
+        return receive_bounded
+
+    def _too_large(self, size: str) -> str:
+        return f"a body may have {self._max_bytes} bytes (CARPOOL_MAX_BODY_BYTES), and this one is {size}. Send less"

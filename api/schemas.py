@@ -1,0 +1,138 @@
+"""Bodies of requests and answers. What stands here is what `/docs` shows."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from tasks.acceptance import JOB_MAX_TOKENS
+from tasks.job_request import JobOptions, JobRequest, Prompt
+
+
+class BasicGenerate(JobOptions):
+    """One prompt, one answer."""
+
+    default_max_tokens: ClassVar[int] = 50
+
+    prompt: Prompt = Field(examples=["Hello, I am"])
+    temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False)
+
+
+class Generate(JobOptions):
+    """Several prompts, answered in order."""
+
+    default_max_tokens: ClassVar[int] = 50
+
+    prompts: list[Prompt] = Field(min_length=1, max_length=256, examples=[["Hello, I am", "The sky is"]])
+    temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False)
+
+
+class GenerateStream(JobOptions):
+    """One prompt, its tokens as they come."""
+
+    default_max_tokens: ClassVar[int] = 20
+
+    prompt: Prompt = Field(examples=["Hello, I am"])
+    temperature: float = Field(0.7, ge=0, le=2, allow_inf_nan=False)
+
+
+class GenerateVllm(JobOptions):
+    """Several prompts for a worker with the vLLM engine; an empty list is answered with an empty list."""
+
+    default_max_tokens: ClassVar[int] = 20
+
+    prompts: list[Prompt] = Field(max_length=256, examples=[["Hello, I am"]])
+    temperature: float = Field(0.7, ge=0, le=2, allow_inf_nan=False)
+    top_p: float = Field(0.95, gt=0, le=1, allow_inf_nan=False)
+
+
+class SubmitJob(JobRequest):
+    """A job to be picked up later: give either prompt or messages."""
+
+    default_max_tokens: ClassVar[int] = JOB_MAX_TOKENS
+
+
+class GeneratedText(BaseModel):
+    """Prompt and completion."""
+
+    generated_text: str
+
+
+class GeneratedTexts(BaseModel):
+    """One text per prompt, in order."""
+
+    generated_texts: list[str]
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, in plain words and as a code."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    """Every error of every endpoint."""
+
+    error: ErrorDetail
+
+
+class Usage(BaseModel):
+    """Tokens of a job; those of the prompt are known from its first ride on."""
+
+    prompt_tokens: int | None
+    completion_tokens: int
+    total_tokens: int | None
+
+
+class JobUrls(BaseModel):
+    """Where a job can be asked about."""
+
+    self: str
+    stream: str
+    cancel: str
+
+
+class JobView(BaseModel):
+    """A job, or a group of jobs with `children` and `texts`. Times are seconds since 1970."""
+
+    id: str
+    object: Literal["job"]
+    status: Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+    model: str
+    seed: int
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    deadline_at: float
+    queue_position: int | None
+    eta_s: float | None
+    attempts: int
+    cancel_requested: bool
+    text: str | None
+    texts: list[str] | None = None
+    children: list[str] | None = None
+    finish_reason: str | None
+    usage: Usage
+    error: ErrorDetail | None
+    metadata: dict[str, Any] | None
+    group: str | None
+    urls: JobUrls
+    durable: bool | None = Field(None, description="With CARPOOL_ACK_AFTER_FSYNC: whether the record is on disk.")
+
+
+class JobPage(BaseModel):
+    """Jobs, newest first."""
+
+    object: Literal["list"]
+    data: list[JobView]
+    next_cursor: str | None = Field(description="Give it as `cursor` for the next page; null at the end.")
+
+
+class Health(BaseModel):
+    """How this server or what it needs is."""
+
+    status: str

@@ -1,0 +1,168 @@
+"""Everything one API process holds while it serves: clients of Redis, the relay, the keeper of the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, Self
+
+import structlog
+from fastapi import Request
+from redis.exceptions import RedisError
+
+from api.attachments import Attachments
+from api.counting import TokenCounter
+from api.events import Cursor, EventRenderer
+from api.feed import Feed
+from api.follower import Follower
+from api.intake import Intake
+from api.models import Models
+from api.relay import Relay
+from api.stream import JobEvents, JobStream
+from tasks.app import create_celery
+from tasks.codes import CarpoolError
+from tasks.keeper import Keeper
+from tasks.ledger import AsyncLedger, JobState
+from tasks.redis_clients import connect_async
+from tasks.settings import Settings
+
+_log = structlog.get_logger("carpool.api")
+#: Without API keys all jobs stand in one list.
+OWNER = "all"
+
+
+class Service:
+    """The parts, opened and closed together.
+
+    Attributes:
+        stopping: set when the server is to end. Streams and waits then end at once, and no job is cancelled for it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.client = connect_async(settings)
+        self.ledger = AsyncLedger(self.client, settings)
+        self.calls = self.ledger.calls
+        self.stopping = asyncio.Event()
+        self.models = Models(self.client, settings)
+        self.attachments = Attachments(self.ledger)
+        self.relay = Relay(settings, self.look)
+        self._celery = create_celery(settings)
+        self._keeper = Keeper(settings, self._celery)
+        self._counter = TokenCounter(self.client)
+        self.intake = Intake(settings, self.client, self.ledger, self.relay, self._counter, self._keeper.wake)
+        self._background: set[asyncio.Task[None]] = set()
+        self._num_streams = 0
+        self.server_is_checked = False
+
+    async def __aenter__(self) -> Self:
+        self._keeper.start()
+        self.relay.start()
+        self.attachments.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.stop()
+        await self.relay.close()
+        await self.attachments.close()
+        if self._background:
+            await asyncio.wait(self._background, timeout=2 * self.settings.redis_timeout_s)
+        await asyncio.to_thread(self._keeper.close)
+        await asyncio.to_thread(self._celery.close)
+        self._counter.close()
+        await self.client.aclose()
+
+    def stop(self) -> None:
+        """End streams and waits, so that clients take them up again on another replica."""
+        self.stopping.set()
+        self.relay.wake_all()
+
+    async def look(self, ids: Sequence[str]) -> list[JobState | None]:
+        """How jobs stand."""
+        return await self.ledger.run(self.calls.look(ids))
+
+    async def view(self, id: str) -> dict[str, Any]:
+        """The object of `GET /jobs/{id}`. Raises CarpoolError "job_not_found"."""
+        view = (await self.ledger.run(self.calls.view([id])))[0]
+        if view is None:
+            raise job_not_found(id)
+        return view
+
+    def in_background(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do something that nobody waits for; an outage of Redis only leaves it undone."""
+
+        async def run() -> None:
+            try:
+                await work
+            except RedisError as error:
+                _log.warning("left_undone_without_redis", error=str(error))
+
+        task = asyncio.create_task(run())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def cancel_abandoned(self, id: str) -> None:
+        """The client that posted this job has left: cancel it, unless somebody else waits for it."""
+        if not await self.attachments.num_others(id):
+            await self.ledger.run(self.calls.cancel(id))
+
+    def check_streams(self) -> None:
+        """Raises CarpoolError "too_many_streams" where this process has as many open streams as it may."""
+        if self._num_streams >= self.settings.max_streams:
+            raise CarpoolError(
+                "too_many_streams",
+                f"this server has {self._num_streams} open streams, the most it may (CARPOOL_MAX_STREAMS). Try "
+                "again, or poll the job",
+                retry_after_s=5,
+            )
+
+    def open_stream(
+        self,
+        feed: Feed,
+        cursors: Sequence[Cursor],
+        headers: dict[str, str],
+        *,
+        cancel_abandoned: str = "",
+        member: str = "",
+    ) -> JobEvents:
+        """The event stream of a feed, which is closed with it.
+
+        Args:
+            cancel_abandoned: id of the job that ends if the client leaves; "": none does.
+            member: attachment that ends with the stream; "": none.
+        """
+        followers = [Follower(cursor.n, ended=cursor.ended) for cursor in cursors]
+        feed.have = [cursor.n for cursor in cursors]
+        stream = JobStream(
+            self.client,
+            self.look,
+            feed,
+            followers,
+            EventRenderer(feed.ids, cursors),
+            self.settings.sse_heartbeat_s,
+            self.stopping,
+        )
+        self._num_streams += 1
+
+        def ended(client_left: bool) -> None:
+            self._num_streams -= 1
+            feed.close()
+            if member:
+                self.in_background(self.attachments.detach(member))
+            if client_left and cancel_abandoned and not self.stopping.is_set():
+                self.in_background(self.cancel_abandoned(cancel_abandoned))
+
+        return JobEvents(stream, headers, ended)
+
+
+def job_not_found(id: str) -> CarpoolError:
+    """No such job, or no longer."""
+    return CarpoolError("job_not_found", f"there is no job {id[:128]!r}: it never was, or its time to live is over")
+
+
+def service_of(request: Request) -> Service:
+    """The service of the application that a request came to."""
+    service = request.app.state.service
+    if not isinstance(service, Service):
+        raise TypeError("the application serves only within its lifespan")
+    return service

@@ -1,0 +1,352 @@
+"""A world around the ledger's very scripts, on a real server: two workers, a broker, a keeper, and all that breaks.
+
+After every call of a script the world looks at all that Redis holds and says what must be true there. The actions are
+chosen by Hypothesis (tests/test_ledger_machine.py) or by a seeded walk (tests/ledger_walk.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import redis
+
+from tasks import keys
+from tasks.entries import decode
+from tasks.ledger import Call
+from tasks.settings import Settings
+from tests.ledger_harness import (
+    POOL,
+    ChangedScripts,
+    LedgerOnAClock,
+    Snapshot,
+    restore,
+    snapshot,
+    token,
+    well_formed,
+    word,
+)
+from tests.ledger_workers import SLOTS, Script, SimulatedWorker
+
+T = TypeVar("T")
+SETTINGS = Settings(retention_s=3600, idempotency_s=3600, max_deaths=6, max_claims=8)
+#: One job kills its process at token 4; the others are innocent.
+SCRIPTS = {"a": Script(10), "b": Script(3), "c": Script(7), "d": Script(12), "poison": Script(8, poison_at=4)}
+JOBS = tuple(SCRIPTS)
+DEADLINE_S = 7200
+ENDED = ("succeeded", "failed", "cancelled", "expired")
+CELERY_STATES = {"succeeded": "SUCCESS", "failed": "FAILURE", "cancelled": "REVOKED", "expired": "FAILURE"}
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen of a job after the last call, and what the world knows of it."""
+
+    record: dict[str, str] = field(default_factory=dict)
+    accepted: bool = False
+    wanted_stop: bool = False
+    deaths: int = 0
+
+
+class WatchedLedger(LedgerOnAClock):
+    """Tells the world before and after each call."""
+
+    def __init__(self, client: redis.Redis, changed: ChangedScripts | None, after: Callable[[], None]) -> None:
+        super().__init__(client, SETTINGS, changed)
+        self._after = after
+
+    def run(self, call: Call[T]) -> T:
+        answer = super().run(call)
+        self._after()
+        return answer
+
+
+class World:
+    """Jobs, workers, broker and keeper. Every method but `check` and `finish` is one thing that can happen."""
+
+    def __init__(self, client: redis.Redis, changed: ChangedScripts | None = None) -> None:
+        client.flushdb()
+        self.client = client
+        self.ledger = WatchedLedger(client, changed, self.check)
+        self.seen = {id: Seen() for id in JOBS}
+        self.workers = [self._new_worker(i) for i in range(2)]
+        self._tags = itertools.count(1)
+        self._lost: list[tuple[str, str]] = []
+        self._snapshot: tuple[Snapshot, dict[str, bool]] | None = None
+        self._ticked_ms = self._grace_ms = 0
+        for worker in self.workers:
+            worker.heartbeat()
+        self.tick()
+
+    def _new_worker(self, i: int) -> SimulatedWorker:
+        return SimulatedWorker(f"w{i}", self.ledger, SCRIPTS, self.pump)
+
+    # --- clients ----------------------------------------------------------------------------------------------------
+
+    def accept(self, id: str, twice: bool = False) -> None:
+        for _ in range(1 + twice):
+            self.ledger.accept(id, deadline_s=DEADLINE_S)
+            self.seen[id].accepted = True
+            self.check()
+        self.pump()
+
+    def cancel(self, id: str) -> None:
+        if self.seen[id].accepted:
+            self.seen[id].wanted_stop = True
+            self.ledger.run(self.ledger.calls.cancel(id))
+
+    # --- keeper and broker ------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        for invitation in self.ledger.pump():
+            self._send(invitation.id)
+
+    def tick(self) -> None:
+        if self.ledger.now_ms - self._ticked_ms > 3000:
+            self._grace_ms = self.ledger.now_ms + round(SETTINGS.grace_s * 1000)
+        self._ticked_ms = self.ledger.now_ms
+        for invitation in self.ledger.reap().invitations:
+            self._send(invitation.id)
+        self.pump()
+
+    def _send(self, id: str) -> None:
+        self.client.rpush(keys.queue(POOL), f"{id} {next(self._tags)}")
+
+    def fetch(self, i: int) -> None:
+        worker = self.workers[i]
+        if worker.paused or not worker.may_fetch:
+            return
+        message = self.client.lpop(keys.queue(POOL))
+        if message:
+            id, tag = str(message).split()
+            worker.offer(id, tag)
+
+    def lose_message(self) -> None:
+        self.client.lpop(keys.queue(POOL))
+
+    def double_message(self) -> None:
+        message = self.client.lindex(keys.queue(POOL), 0)
+        if message:
+            self._send(str(message).split()[0])
+
+    def reconnect(self, i: int) -> None:
+        """The broker delivers again what this worker has not acknowledged."""
+        if not self.workers[i].paused:
+            for tag, delivery in list(self.workers[i].celery.unacked.items()):
+                self.workers[i].offer(delivery.id, tag)
+
+    # --- workers ----------------------------------------------------------------------------------------------------
+
+    def turn(self, i: int) -> None:
+        worker = self.workers[i]
+        had = worker.child
+        worker.turn()
+        if had is not None and worker.child is None:
+            self._count_deaths(worker)
+
+    def settle(self, i: int, faults: tuple[str, ...] = ()) -> None:
+        if not self.workers[i].paused:
+            self.workers[i].settle(faults)
+
+    def renew(self, i: int, faults: tuple[str, ...] = ()) -> None:
+        if not self.workers[i].paused:
+            self.workers[i].renew(faults)
+
+    def heartbeat(self, i: int) -> None:
+        if not self.workers[i].paused:
+            self.workers[i].heartbeat()
+
+    def drain(self, i: int) -> None:
+        if not self.workers[i].paused:
+            self.workers[i].drain()
+
+    def pause(self, i: int) -> None:
+        self.workers[i].paused = True
+        self.workers[i].sign_off()
+
+    def resume(self, i: int) -> None:
+        self.workers[i].paused = False
+
+    def stall(self, i: int, seconds: int) -> None:
+        """A worker sleeps and wakes up, and does not know that time has passed."""
+        self.pause(i)
+        self.advance(seconds)
+
+    def child_dies(self, i: int) -> None:
+        if self.workers[i].child is not None and not self.workers[i].paused:
+            self.workers[i].child_dies()
+            self._count_deaths(self.workers[i])
+
+    def child_starts(self, i: int) -> None:
+        self.workers[i].child_starts()
+
+    def worker_dies(self, i: int) -> None:
+        worker = self.workers[i]
+        worker.sign_off()
+        self._count_deaths(worker)
+        self._lost.extend((delivery.id, tag) for tag, delivery in worker.celery.unacked.items())
+        self.workers[i] = self._new_worker(i)
+
+    def visibility_runs_out(self) -> None:
+        """The broker delivers again what a dead worker had fetched."""
+        for id, tag in self._lost:
+            self.client.rpush(keys.queue(POOL), f"{id} {tag}")
+        self._lost.clear()
+
+    def _count_deaths(self, worker: SimulatedWorker) -> None:
+        for ride in worker.slots.rides:
+            self.seen[ride.id].deaths += 1
+
+    # --- time and Redis ---------------------------------------------------------------------------------------------
+
+    def advance(self, seconds: int) -> None:
+        """Time passes, and the keeper ticks."""
+        for _ in range(seconds):
+            self.ledger.advance(1)
+            self.tick()
+
+    def outage(self, seconds: int) -> None:
+        """Time passes, and nobody reaches Redis."""
+        self.ledger.advance(seconds)
+
+    def take_snapshot(self) -> None:
+        """What is in the append-only file now."""
+        self._snapshot = snapshot(self.client), {id: seen.accepted for id, seen in self.seen.items()}
+
+    def lose_tail(self) -> None:
+        """Redis dies, and comes back without what it wrote since the snapshot."""
+        if self._snapshot is None:
+            return
+        held, accepted = self._snapshot
+        restore(self.client, held)
+        for id, seen in self.seen.items():
+            seen.accepted = accepted[id]
+            seen.record = self.ledger.record(id)
+        # a lost tick only makes for another grace, a lost grace is one that the ledger cannot know
+        self._ticked_ms, self._grace_ms = int(str(self.client.get(keys.TICK) or 0)), 0
+        self.check()
+
+    # --- what must be true ------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        with self.client.pipeline(transaction=False) as pipeline:
+            for id in JOBS:
+                pipeline.hgetall(keys.record(id))
+                pipeline.xrange(keys.log(id))
+                pipeline.get(keys.text(id))
+                pipeline.zscore(keys.DUE, id)
+                pipeline.zscore(keys.wait(POOL), id)
+                pipeline.zscore(keys.invited(POOL), id)
+                pipeline.get(f"celery-task-meta-{id}")
+                for key in (keys.record(id), keys.log(id), keys.text(id), f"celery-task-meta-{id}"):
+                    pipeline.pexpiretime(key)
+            for key in (keys.DUE, keys.wait(POOL), keys.invited(POOL), "{carpool}:jobs:all", keys.TICK, keys.GRACE):
+                pipeline.pexpiretime(key)
+            found: list[Any] = pipeline.execute()
+        size = 11
+        for i, id in enumerate(JOBS):
+            self._check_job(id, *found[i * size : (i + 1) * size])
+        assert all(expires != -1 for expires in found[len(JOBS) * size :]), "a shared key without an expiry"
+        for worker in self.workers:
+            assert len(worker.slots) <= SLOTS
+
+    def _check_job(
+        self,
+        id: str,
+        record: dict[str, str],
+        raw_log: list[tuple[str, dict[str, str]]],
+        text: str | None,
+        due: float | None,
+        waits: float | None,
+        invited: float | None,
+        celery: str | None,
+        *expiries: int,
+    ) -> None:
+        seen = self.seen[id]
+        if not record:
+            assert not seen.accepted, "accepted means recorded"
+            assert not raw_log
+            return
+        status, k = record["status"], int(record["k"])
+        log = [decode(fields["d"]) for _, fields in raw_log]
+        well_formed(log)
+        assert [one for entry in log for one in entry.ids] == [token(n) for n in range(1, k + 1)]
+        assert text == "".join(word(n) for n in range(1, k + 1)), "the text is the fold of the log"
+        is_over = status in ENDED
+        assert [entry.kind for entry in log].count("end") == is_over, "one end, where it has ended"
+        if is_over:
+            assert log[-1].kind == "end"
+            assert log[-1].status == status
+            assert celery is not None
+            assert f'"status":"{CELERY_STATES[status]}"' in celery
+        assert (due is None) == is_over, "due holds every live job"
+        assert (waits is not None) == (status == "queued")
+        assert status == "running" or record["owner"] == "" or is_over
+        assert not (is_over and invited is not None)
+        assert -1 not in expiries, "a key without an expiry"
+        assert len({expires for expires in expiries if expires > 0}) == 1, "one expiry for all keys of a job"
+        assert int(record["claims"]) <= SETTINGS.max_claims
+        if not is_over:
+            assert int(record["strikes"]) < SETTINGS.max_attempts
+            assert int(record["deaths"]) < SETTINGS.max_deaths
+        assert status != "cancelled" or seen.wanted_stop
+        self._check_change(seen, record)
+        seen.record = record
+
+    def _check_change(self, seen: Seen, record: dict[str, str]) -> None:
+        before = seen.record
+        if not before:
+            return
+        if before["status"] in ENDED:
+            assert (record["status"], record["epoch"], record["k"]) == (before["status"], before["epoch"], before["k"])
+        assert int(record["k"]) >= int(before["k"])
+        assert int(record["epoch"]) >= int(before["epoch"])
+        assert before["stop"] in ("", record["stop"]), "the first stop wins"
+        if before["status"] == "running" and record["owner"] not in ("", before["owner"]):
+            assert int(before["lease"]) < self.ledger.now_ms, "one owner"
+            self._check_grace()
+        was_boarded = before["status"] == "running" and before["boarded"] != ""
+        if was_boarded and record["status"] == "running" and record["owner"] != before["owner"]:
+            seen.deaths += 1
+            assert int(record["deaths"]) == int(before["deaths"]) + 1, "an owner that falls silent counts as a death"
+        assert int(record["deaths"]) <= seen.deaths, "no death is charged twice"
+
+    def _check_grace(self) -> None:
+        assert self.ledger.now_ms - self._ticked_ms <= 3000, "nobody takes a leased job before the outage was seen"
+        assert self.ledger.now_ms > self._grace_ms, "nobody takes a leased job in grace"
+
+    # --- when faults stop -------------------------------------------------------------------------------------------
+
+    def finish(self, most_s: int = 400) -> None:
+        """Nothing breaks any more, but what the poison job breaks: every accepted job comes to its end."""
+        for worker in self.workers:
+            worker.paused = False
+        for second in range(most_s):
+            if all(seen.record.get("status", "") in ENDED for seen in self.seen.values() if seen.accepted):
+                break
+            for i in range(2):
+                if second % 2 == 0:
+                    self.heartbeat(i)
+                self.child_starts(i)
+                for _ in range(2):
+                    self.fetch(i)
+                self.renew(i)
+                self.settle(i)
+                self.turn(i)
+                self.settle(i)
+            self.advance(1)
+        for id, seen in self.seen.items():
+            if seen.accepted:
+                assert seen.record["status"] in ENDED, f"{id} never ends: {seen.record}"
+                self._check_end(id, seen)
+
+    def _check_end(self, id: str, seen: Seen) -> None:
+        view = self.ledger.view(id)
+        if view["status"] == "succeeded":
+            assert view["usage"]["completion_tokens"] == SCRIPTS[id].length
+        elif view["status"] == "failed":
+            assert view["error"]["code"] in ("worker_died", "claims_exhausted")
+        if SCRIPTS[id].poison_at:
+            assert view["status"] != "succeeded"

@@ -1,0 +1,54 @@
+"""A mutation of the ledger's scripts: one fence less, and which tests have to miss it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tasks.ledger import script_text
+from tests.ledger_harness import ChangedScripts, LedgerOnAClock
+
+SCRIPTS = (
+    "accept", "attach", "cancel", "child_died", "claim", "detach", "fail", "forget", "heartbeat", "list", "look",
+    "pump", "reap", "release", "step", "unclaimed", "view",
+)  # fmt: skip
+#: A test that takes a ledger alone.
+Claim = Callable[[LedgerOnAClock], None]
+#: The fence of every write of an owner.
+OWNED = "j.status == 'running' and j.epoch == epoch and j.owner == nonce"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One fence less.
+
+    Attributes:
+        name: what is taken away.
+        why: what the fence guards against.
+        changes: pairs of a piece of source, which stands exactly once in the prelude or in one script, and what takes
+            its place.
+        tests: claims of the ledger's tests, each of which fails without the fence.
+        walk: the random walk of the ledger machine finds it too.
+    """
+
+    name: str
+    why: str
+    changes: tuple[tuple[str, str], ...]
+    tests: tuple[Claim, ...]
+    walk: bool = False
+
+    def scripts(self) -> ChangedScripts:
+        """The scripts without the fence. Raises ValueError where a piece of source does not stand exactly once."""
+        sources = {name: script_text(name) for name in SCRIPTS}
+        for old, new in self.changes:
+            places = [name for name, source in sources.items() if old in source]
+            if len(places) not in (1, len(SCRIPTS)) or any(sources[name].count(old) != 1 for name in places):
+                raise ValueError(f"{self.name}: {old!r} stands in {places or 'no script'}, not exactly once")
+            for name in places:
+                sources[name] = sources[name].replace(old, new)
+        return ChangedScripts(sources)
+
+
+def one(old: str, new: str = "") -> tuple[tuple[str, str], ...]:
+    """A single change: `old` is taken out, or gives way to `new`."""
+    return ((old, new),)

@@ -1,0 +1,173 @@
+"""Whatever breaks: each accepted job ends once, each token is there once, and nobody writes for another."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import redis
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from tests.ledger_machine import JOBS, World
+from tests.ledger_walk import walk
+from tests.ledger_workers import FAULTS
+from tests.mutation import Mutation
+from tests.mutations import MUTATIONS
+
+WALK_STEPS = 150
+WORKERS = st.integers(0, 1)
+IDS = st.sampled_from(JOBS)
+CALLS = st.lists(st.sampled_from(("", *FAULTS)), max_size=3).map(tuple)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Hypothesis chooses what happens, and shrinks what goes wrong to its shortest history."""
+
+    client: ClassVar[redis.Redis]
+
+    @initialize()
+    def begin(self) -> None:
+        self.world = World(self.client)
+
+    @rule(id=IDS, twice=st.booleans())
+    def accept(self, id: str, twice: bool) -> None:
+        self.world.accept(id, twice)
+
+    @rule(id=IDS)
+    def cancel(self, id: str) -> None:
+        self.world.cancel(id)
+
+    @rule(i=WORKERS, times=st.integers(1, 2))
+    def fetch(self, i: int, times: int) -> None:
+        for _ in range(times):
+            self.world.fetch(i)
+
+    @rule(i=WORKERS, calls=CALLS)
+    def settle(self, i: int, calls: tuple[str, ...]) -> None:
+        self.world.settle(i, calls)
+
+    @rule(i=WORKERS, times=st.integers(1, 3))
+    def ride(self, i: int, times: int) -> None:
+        for _ in range(times):
+            self.world.settle(i)
+            self.world.turn(i)
+
+    @rule(i=WORKERS)
+    def turn(self, i: int) -> None:
+        self.world.turn(i)
+
+    @rule(i=WORKERS, calls=CALLS)
+    def renew(self, i: int, calls: tuple[str, ...]) -> None:
+        self.world.renew(i, calls)
+
+    @rule(i=WORKERS)
+    def heartbeat(self, i: int) -> None:
+        self.world.heartbeat(i)
+
+    @rule(i=WORKERS)
+    def child_dies(self, i: int) -> None:
+        self.world.child_dies(i)
+
+    @rule(i=WORKERS)
+    def child_starts(self, i: int) -> None:
+        self.world.child_starts(i)
+
+    @rule(i=WORKERS)
+    def worker_dies(self, i: int) -> None:
+        self.world.worker_dies(i)
+
+    @rule(i=WORKERS, seconds=st.sampled_from((1, 9, 12)))
+    def stall(self, i: int, seconds: int) -> None:
+        self.world.stall(i, seconds)
+
+    @rule(i=WORKERS)
+    def resume(self, i: int) -> None:
+        self.world.resume(i)
+
+    @rule(i=WORKERS)
+    def drain(self, i: int) -> None:
+        self.world.drain(i)
+
+    @rule(i=WORKERS)
+    def reconnect(self, i: int) -> None:
+        self.world.reconnect(i)
+
+    @rule()
+    def lose_message(self) -> None:
+        self.world.lose_message()
+
+    @rule()
+    def double_message(self) -> None:
+        self.world.double_message()
+
+    @rule()
+    def visibility_runs_out(self) -> None:
+        self.world.visibility_runs_out()
+
+    @rule(seconds=st.sampled_from((1, 3, 9)))
+    def advance(self, seconds: int) -> None:
+        self.world.advance(seconds)
+
+    @rule(seconds=st.sampled_from((5, 30)))
+    def outage(self, seconds: int) -> None:
+        self.world.outage(seconds)
+
+    @rule()
+    def take_snapshot(self) -> None:
+        self.world.take_snapshot()
+
+    @rule()
+    def lose_tail(self) -> None:
+        self.world.lose_tail()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.finish()
+
+
+def run_machine(client: redis.Redis, examples: int, steps: int) -> None:
+    machine = type("LedgerMachineHere", (LedgerMachine,), {"client": client})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def run_walk(client: redis.Redis, seed: int, mutation: Mutation | None = None) -> None:
+    walk(World(client, mutation.scripts() if mutation else None), seed, WALK_STEPS)
+
+
+def test_the_ledger_holds_through_histories_that_hypothesis_makes_up(redis_client: redis.Redis) -> None:
+    run_machine(redis_client, examples=40, steps=50)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_ledger_holds_through_a_random_walk(redis_client: redis.Redis, seed: int) -> None:
+    run_walk(redis_client, seed)
+
+
+@pytest.mark.parametrize("mutation", [one for one in MUTATIONS if one.walk], ids=lambda one: one.name)
+def test_a_random_walk_finds_a_fence_that_is_missing(redis_client: redis.Redis, mutation: Mutation) -> None:
+    for seed in range(40):
+        try:
+            run_walk(redis_client, seed, mutation)
+        except (AssertionError, redis.ResponseError):
+            return
+    pytest.fail(f"40 walks without the fence {mutation.name!r} went well")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_ledger_holds_through_many_long_histories(redis_client: redis.Redis) -> None:
+    run_machine(redis_client, examples=600, steps=80)
+    for seed in range(1000, 2500):
+        run_walk(redis_client, seed)
