@@ -135,7 +135,7 @@ async def _validation_error(request: Request, error: RequestValidationError) -> 
 async def _redis_error(request: Request, error: RedisError) -> Response:
     found = of_redis(error)
     if found.code.name == "internal_error":
-        _log.error("redis_refused_a_call", path=request.url.path, exc_info=error)
+        _log.error("redis_refused_a_call", path=request.url.path, request_id=_request_id(request), exc_info=error)
     return answer(found)
 
 
@@ -162,12 +162,16 @@ async def _client_left(request: Request, error: ClientLeft) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    _log.error("request_failed", path=request.url.path, exc_info=error)
+    request_id = _request_id(request)
+    _log.error("request_failed", path=request.url.path, request_id=request_id, exc_info=error)
     response = answer(CarpoolError("internal_error", "this server met an error of its own; its log says more"))
-    request_id = request.scope.get("state", {}).get("request_id")
     if request_id:  # this handler answers outside of all middleware
         response.headers["x-request-id"] = request_id
     return response
+
+
+def _request_id(request: Request) -> str:
+    return str(request.scope.get("state", {}).get("request_id", ""))
 
 
 def root_path(request: Request) -> str:

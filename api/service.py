@@ -18,6 +18,7 @@ from api.follower import Follower
 from api.intake import Intake
 from api.models import Models
 from api.relay import Relay
+from api.revokes import RevokeListener
 from api.stream import JobEvents, JobStream
 from tasks.app import create_celery
 from tasks.codes import CarpoolError
@@ -49,6 +50,7 @@ class Service:
         self.relay = Relay(settings, self.look)
         self._celery = create_celery(settings)
         self._keeper = Keeper(settings, self._celery)
+        self._revokes = RevokeListener(settings, self._celery)
         self._counter = TokenCounter(self.client)
         self.intake = Intake(settings, self.client, self.ledger, self.relay, self._counter, self._keeper.wake)
         self._background: set[asyncio.Task[None]] = set()
@@ -57,6 +59,7 @@ class Service:
 
     async def __aenter__(self) -> Self:
         self._keeper.start()
+        self._revokes.start()
         self.relay.start()
         self.attachments.start()
         return self
@@ -68,6 +71,7 @@ class Service:
         if self._background:
             await asyncio.wait(self._background, timeout=2 * self.settings.redis_timeout_s)
         await asyncio.to_thread(self._keeper.close)
+        await asyncio.to_thread(self._revokes.close)
         await asyncio.to_thread(self._celery.close)
         self._counter.close()
         await self.client.aclose()

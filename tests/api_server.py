@@ -6,7 +6,8 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -116,3 +117,11 @@ def events_of(response: httpx2.Response) -> Iterator[Event]:
 def tokens_of(response: httpx2.Response) -> list[Event]:
     """All events of a stream, without the comments."""
     return [event for event in events_of(response) if event.data is not None]
+
+
+def until(condition: Callable[[], object], timeout_s: float = 10) -> None:
+    """Wait for something that tells nobody."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.01)

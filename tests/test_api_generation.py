@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
@@ -14,7 +13,7 @@ import pytest
 
 from tasks import keys
 from tasks.settings import Settings
-from tests.api_server import ApiServer, running_api, tokens_of
+from tests.api_server import ApiServer, running_api, tokens_of, until
 from tests.scripted_owner import ScriptedOwner
 
 OPENAI_NAMES = [
@@ -57,15 +56,6 @@ def owner(settings: Settings) -> Iterator[ScriptedOwner]:
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as threads:
         yield threads
-
-
-def until(condition: object, timeout_s: float = 10) -> None:
-    """Wait for something that tells nobody."""
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.01)
 
 
 def post(threads: ThreadPoolExecutor, client: httpx2.Client, path: str, **body: Any) -> Future[httpx2.Response]:

@@ -109,3 +109,14 @@ def test_a_job_is_as_the_documentation_says(settings: Settings, client: httpx2.C
         id = owner.run([" a"], client.post("/jobs", json={"prompt": "x"}).json()["id"])
     job = client.get(f"/jobs/{id}").json()
     assert set(job) | {"object", "texts", "children", "durable"} == documented | {"object"}
+
+
+def test_a_fault_of_our_own_is_an_error_like_the_others_and_names_the_request(
+    api: ApiServer, client: httpx2.Client
+) -> None:
+    service = api.service
+    api.call(setattr, api.app.state, "service", None)
+    response = client.get("/jobs", headers={"x-request-id": "r-1"})
+    api.call(setattr, api.app.state, "service", service)
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert response.headers["x-request-id"] == "r-1"

@@ -16,7 +16,7 @@ import redis
 from tasks import keys
 from tasks.job_request import MAX_DRAWN_SEED, child_seed
 from tasks.settings import Settings
-from tests.api_server import ApiServer, running_api
+from tests.api_server import ApiServer, running_api, until
 from tests.redis_server import RedisServer
 from tests.scripted_owner import ScriptedOwner
 
@@ -362,12 +362,3 @@ def test_urls_stand_under_the_path_of_the_proxy(redis_url: str) -> None:
             job = client.get(f"/llm/jobs/{id}").json()
             assert job["urls"]["stream"] == f"/llm/jobs/{id}/stream"
         assert client.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
-
-
-def until(condition: object, timeout_s: float = 10) -> None:
-    """Wait for something that tells nobody."""
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.01)

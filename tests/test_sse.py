@@ -15,7 +15,7 @@ import redis
 
 from tasks import keys
 from tasks.settings import Settings
-from tests.api_server import ApiServer, Event, events_of, running_api, tokens_of
+from tests.api_server import ApiServer, Event, events_of, running_api, tokens_of, until
 from tests.redis_server import RedisServer
 from tests.scripted_owner import ScriptedOwner
 
@@ -54,15 +54,6 @@ def replay(client: httpx2.Client, id: str, cursor: str = "") -> list[Event]:
     with client.stream("GET", f"/jobs/{id}/stream", headers=headers) as response:
         assert response.status_code == 200
         return tokens_of(response)
-
-
-def until(condition: object, timeout_s: float = 10) -> None:
-    """Wait for something that tells nobody."""
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.01)
 
 
 def test_each_token_is_an_event_and_the_end_tells_how_it_ended(client: httpx2.Client, owner: ScriptedOwner) -> None:
