@@ -62,7 +62,8 @@ class RevokeListener:
 
         name = f"carpool-api-{uuid.uuid4().hex[:12]}@{socket.gethostname()}"
         with contextlib.closing(client), self._celery.connection_for_read() as connection:
-            node: Any = self._celery.control.mailbox.Node(name, channel=connection.default_channel)
+            control: Any = self._celery.control
+            node = control.mailbox.Node(name, channel=connection.default_channel)
             consumer = node.listen(callback=heard)
             try:
                 while not self._stopping.is_set():
