@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tasks.settings import Settings
-from tests.tiny_engine import CHUNK, SLOTS, engine_of, prompt, run_alone, sequence
+from tests.tiny_engine import CHUNK, SLOTS, engine_of, prompt, run, run_alone, sequence
 from tests.tiny_models import ARCHITECTURES, CONTEXT_LENGTH, Reference, assert_same_tokens, save_tiny_model
 from worker.engines.base import SequenceError
 from worker.engines.kv_cache import SlotCache
@@ -81,10 +81,10 @@ def test_where_the_device_has_no_memory_the_longest_sequence_ends_and_the_others
     engine, reference = engine_of(llama), Reference(llama)
     reserve = SlotCache.reserve
 
-    def reserve_little(cache: SlotCache, num_tokens: int) -> None:
+    def reserve_little(cache: SlotCache, num_rows: int, num_tokens: int) -> None:
         if num_tokens > 30:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        reserve(cache, num_tokens)
+        reserve(cache, num_rows, num_tokens)
 
     monkeypatch.setattr(SlotCache, "reserve", reserve_little)
     jobs = {"short": prompt(3, 1), "long": prompt(25), "late": prompt(40, 2)}
@@ -106,6 +106,19 @@ def test_where_the_device_has_no_memory_the_longest_sequence_ends_and_the_others
     for id, ids in jobs.items():
         if tokens[id]:
             assert_same_tokens(tokens[id], *reference.generate(list(ids), len(tokens[id])))
+
+
+def test_the_kv_cache_grows_with_the_sequences_that_ride_and_not_with_the_slots(llama: Path) -> None:
+    jobs = {str(row): (sequence(str(row), prompt(6, row)), 20) for row in range(11)}
+    few, many = engine_of(llama, slots=4), engine_of(llama, slots=1_000)
+
+    expected = run(few, jobs)
+    run_alone(many, jobs["0"][0], 3)
+    alone = many.cache.memory_bytes
+    assert run(many, jobs) == expected
+
+    assert alone == few.cache.memory_bytes
+    assert alone < many.cache.memory_bytes <= 4 * alone
 
 
 POISON = 200
@@ -206,6 +219,25 @@ def test_the_progress_of_a_load_rises_from_zero_to_one(llama: Path) -> None:
     assert (fractions[0], fractions[-1]) == (0, 1)
     assert all(one <= other for one, other in pairwise(fractions))
     assert {"loading the tokenizer", "loading the weights", "warming up"} <= {name for name, _ in phases}
+
+
+@pytest.mark.parametrize("is_fixed", [True, False], ids=["OMP_NUM_THREADS set", "not set"])
+def test_the_number_of_threads_is_the_engines_to_choose_unless_the_user_has_fixed_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, is_fixed: bool
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if is_fixed:
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    torch.set_num_threads(2)
+    engine = engine_of(llama)
+    engine.add(sequence("one", prompt(3)))
+
+    used = set()
+    for _ in range(12):
+        engine.step()
+        used.add(torch.get_num_threads())
+
+    assert used == ({2} if is_fixed else {1, 2})
 
 
 def test_after_close_the_engine_holds_nothing(llama: Path) -> None:

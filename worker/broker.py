@@ -6,9 +6,13 @@ loads, that is not enough: the slots are the truth, so kombu is asked to look at
 
 from __future__ import annotations
 
+from queue import Empty
 from typing import Any
 
+import structlog
 from kombu.transport import redis as kombu_redis
+
+_log = structlog.get_logger("carpool.broker")
 
 #: Name of the transport option that holds the gate: a function without arguments that says whether to consume.
 GATE_OPTION = "carpool_gate"
@@ -23,7 +27,23 @@ class GatedQoS(kombu_redis.QoS):
         return bool(super().can_consume()) and (gate is None or bool(gate()))
 
 
-class GatedChannel(kombu_redis.Channel):
+class ClosingChannel(kombu_redis.Channel):
+    """A channel that is closed at the first try, also where Redis has gone."""
+
+    def close(self) -> None:
+        # kombu first reads the answer to a blocking pop. Where that fails it leaves the channel half closed; a second
+        # close, after its transport has gone, raises what ends the worker, with everything that rides.
+        channel: Any = self  # its stubs lack what a transport is made of
+        if channel._in_poll:
+            channel._closing = True
+            try:
+                channel._brpop_read()
+            except (Empty, *channel.connection_errors) as error:
+                _log.debug("pop_unread_at_close", error=repr(error))
+        super().close()
+
+
+class GatedChannel(ClosingChannel):
     QoS = GatedQoS
 
 
@@ -31,7 +51,7 @@ class GatedTransport(kombu_redis.Transport):
     Channel = GatedChannel
 
 
-class GatedSentinelChannel(kombu_redis.SentinelChannel):
+class GatedSentinelChannel(ClosingChannel, kombu_redis.SentinelChannel):
     QoS = GatedQoS
 
 

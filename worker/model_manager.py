@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.utils.tqdm import disable_progress_bars
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -55,18 +56,20 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
     # Progress and errors are reported by us, in our own words.
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bars()
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
     share_processors(settings.workers, device)
     source = find_model(settings.model)
     folder, done = _unpacked(source, settings, dtype, report)
 
-    report("loading the tokenizer", done)
+    verb = "loading" if source.hub_name is None else "fetching and loading"
+    report(f"{verb} the tokenizer", done)
     config = _config(folder, settings)
     check_architecture(config, settings.model)
     context_length = find_context_length(config, settings.model)
     pretrained_tokenizer = _load(AutoTokenizer, folder, settings)
-    report("loading the weights", done + 0.2 * (1 - done))
+    report(f"{verb} the weights", done + 0.2 * (1 - done))
     register()
     model = _load(AutoModelForCausalLM, folder, settings, dtype=dtype, attn_implementation=ATTENTION_NAME)
     if not model._supports_attention_backend:
@@ -82,12 +85,13 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
     tokenizer = TransformersTokenizer(pretrained_tokenizer, model.generation_config)
     dtype_name = str(dtype).removeprefix("torch.")
     tokenizer_json = tokenizer.json
+    vocabulary = tokenizer_json or str(sorted(pretrained_tokenizer.get_vocab().items()))
     card = ModelCard(
         model=settings.pool,
         engine=ENGINE,
         device=str(device),
         dtype=dtype_name,
-        fingerprint=_fingerprint(_identity(source, settings), tokenizer_json or repr(pretrained_tokenizer), dtype_name),
+        fingerprint=_fingerprint(_identity(source, settings), vocabulary, dtype_name),
         context_length=context_length,
         tokenizer_json=tokenizer_json,
         chat_template=tokenizer.chat_template,
@@ -199,7 +203,6 @@ def find_context_length(config: PreTrainedConfig, model: str) -> int:
 def _unpacked(source: ModelSource, settings: Settings, dtype: torch.dtype, report: Report) -> tuple[str | Path, float]:
     """A folder or hub name that transformers loads, and the fraction of the whole load that is done by then."""
     if source.hub_name is not None:
-        report(f"fetching {source.hub_name}", 0.0)
         return source.hub_name, 0.0
     if source.folder is not None:
         return source.folder, 0.0

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-#: Tokens of a row that are allocated at first; doubled whenever a longer one is needed.
+#: Tokens of a row, and rows, that are allocated at first; doubled whenever more are needed.
 INITIAL_CAPACITY = 256
+INITIAL_ROWS = 4
 
 
 class SlotCache(Cache):
-    """Keys and values of `num_rows` sequences that ride in one flat batch.
+    """Keys and values of up to `max_rows` sequences that ride in one flat batch.
 
     Per layer there are two buffers of shape [num_rows, kv_heads, capacity, head_dim], made at the layer's first
     forward pass from the shapes it brings. `place` says, for each token of the next forward pass, into which row and at
@@ -23,15 +24,16 @@ class SlotCache(Cache):
     buffers start as zeros, and a row that a broken sequence has left is cleared.
 
     Args:
-        num_rows: sequences that fit.
-        max_length: most tokens of a row; the capacity never grows past it.
+        max_rows: most sequences.
+        max_length: most tokens of a row.
     """
 
-    def __init__(self, num_rows: int, max_length: int) -> None:
+    def __init__(self, max_rows: int, max_length: int) -> None:
         super().__init__(layers=[])
-        self.num_rows = num_rows
+        self.max_rows = max_rows
         self.max_length = max_length
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._num_rows = min(INITIAL_ROWS, max_rows)
         self._capacity = min(INITIAL_CAPACITY, max_length)
         self._rows = torch.empty(0, dtype=torch.long)
         self._positions = torch.empty(0, dtype=torch.long)
@@ -39,23 +41,27 @@ class SlotCache(Cache):
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
 
     @property
-    def capacity(self) -> int:
-        """Tokens that each row has room for."""
-        return self._capacity
+    def memory_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
 
-    def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` tokens in each row, at least doubling what there is.
+    def reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Make room for so many rows of so many tokens; what is too small is at least doubled.
 
         Raises:
             torch.OutOfMemoryError: the device has no room; what was there is unchanged.
         """
-        if num_tokens <= self._capacity:
+        if num_rows <= self._num_rows and num_tokens <= self._capacity:
             return
-        capacity = min(self.max_length, max(num_tokens, 2 * self._capacity))
+        if num_rows > self._num_rows:
+            num_rows = min(self.max_rows, max(num_rows, 2 * self._num_rows))
+        if num_tokens > self._capacity:
+            num_tokens = min(self.max_length, max(num_tokens, 2 * self._capacity))
+        num_rows, num_tokens = max(num_rows, self._num_rows), max(num_tokens, self._capacity)
         for layer, (keys, values) in self._layers.items():
-            # A failure half way leaves longer buffers in some layers, which is harmless.
-            self._layers[layer] = (_lengthened(keys, capacity), _lengthened(values, capacity))
-        self._capacity = capacity
+            # A failure half way leaves larger buffers in some layers, which is harmless.
+            self._layers[layer] = (_enlarged(keys, num_rows, num_tokens), _enlarged(values, num_rows, num_tokens))
+        self._num_rows, self._capacity = num_rows, num_tokens
 
     def place(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """Row and position of each token of the next forward pass: two int64 tensors of shape [num_tokens]."""
@@ -79,6 +85,7 @@ class SlotCache(Cache):
         """Give memory back when nobody rides: long buffers go, short ones stay."""
         if self._capacity > 4 * INITIAL_CAPACITY:
             self._layers.clear()
+            self._num_rows = min(INITIAL_ROWS, self.max_rows)
             self._capacity = min(INITIAL_CAPACITY, self.max_length)
 
     def update(
@@ -101,7 +108,7 @@ class SlotCache(Cache):
 
     def _allocated(self, states: torch.Tensor) -> torch.Tensor:
         _, num_heads, _, head_dim = states.shape
-        return states.new_zeros((self.num_rows, num_heads, self._capacity, head_dim))
+        return states.new_zeros((self._num_rows, num_heads, self._capacity, head_dim))
 
     def _write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
         _, num_heads, capacity, head_dim = buffer.shape
@@ -118,10 +125,10 @@ class SlotCache(Cache):
         return (lists * capacity + self._positions[:, None]).view(-1)
 
 
-def _lengthened(buffer: torch.Tensor, capacity: int) -> torch.Tensor:
-    num_rows, num_heads, length, head_dim = buffer.shape
-    if length >= capacity:
+def _enlarged(buffer: torch.Tensor, num_rows: int, capacity: int) -> torch.Tensor:
+    rows, num_heads, length, head_dim = buffer.shape
+    if rows >= num_rows and length >= capacity:
         return buffer
-    longer = buffer.new_zeros((num_rows, num_heads, capacity, head_dim))
-    longer[:, :, :length] = buffer
-    return longer
+    larger = buffer.new_zeros((max(rows, num_rows), num_heads, max(length, capacity), head_dim))
+    larger[:rows, :, :length] = buffer
+    return larger

@@ -69,7 +69,7 @@ def _own_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tenso
 
 
 def _batched_logits(model: PreTrainedModel, longer: Sequence[int], shorter: Sequence[int]) -> torch.Tensor:
-    forward = ForwardPass(model, SlotCache(num_rows=2, max_length=max(NUM_TOKENS)))
+    forward = ForwardPass(model, SlotCache(max_rows=2, max_length=max(NUM_TOKENS)))
     for start in (0, CHUNK):
         forward.run([], [], Chunk(row=0, start=start, token_ids=longer[start : start + CHUNK], ends_prompt=False))
     last = len(longer) - 1

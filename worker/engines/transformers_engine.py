@@ -6,6 +6,8 @@ others no pass of its own and nobody waits longer than one chunk.
 
 from __future__ import annotations
 
+import os
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ from worker.engines.forward import Chunk, ForwardPass, num_embeddings, num_logit
 from worker.engines.kv_cache import SlotCache
 from worker.engines.sampler import SequenceSampling, sample
 from worker.engines.self_check import check_model
+from worker.engines.threads import ThreadGovernor
 from worker.engines.transformers_tokenizer import TransformersTokenizer
 from worker.messages import ModelCard
 from worker.model_manager import load_model
@@ -59,6 +62,7 @@ class TransformersEngine:
         model: on its device, with the attention of `worker/engines/attention.py`.
         card: its context_length bounds each sequence.
         prefill_chunk_tokens: prompt tokens computed in one step.
+        governor: chooses the number of threads, on a CPU.
     """
 
     def __init__(
@@ -68,17 +72,19 @@ class TransformersEngine:
         card: ModelCard,
         max_batch_size: int,
         prefill_chunk_tokens: int,
+        governor: ThreadGovernor | None = None,
     ) -> None:
         self._card = card
         self._tokenizer = tokenizer
         self._max_batch_size = max_batch_size
         self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._governor = governor
         self.model = model
         self._device = model.device
         self._num_embeddings = num_embeddings(model)
         self._vocab_size = num_logits(model)
-        self._cache = SlotCache(max_batch_size, card.context_length)
-        self._forward = ForwardPass(model, self._cache)
+        self.cache = SlotCache(max_batch_size, card.context_length)
+        self._forward = ForwardPass(model, self.cache)
         self._waiting: deque[_Ride] = deque()
         self._prefilling: _Ride | None = None
         self._decoding: list[_Ride] = []
@@ -132,17 +138,21 @@ class TransformersEngine:
         emissions += self._make_room()
         if not self._decoding and self._prefilling is None:
             return emissions
+        started_at = time.perf_counter()
         chunk = self._next_chunk()
         logits = self._forward.run(
             [ride.token_ids[-1] for ride in self._decoding], [ride.num_computed for ride in self._decoding], chunk
         )
-        return emissions + self._advance(chunk, logits)
+        emissions += self._advance(chunk, logits)
+        if self._governor is not None and chunk is None:
+            self._governor.note(time.perf_counter() - started_at)
+        return emissions
 
     def close(self) -> None:
         self._waiting.clear()
         self._prefilling = None
         self._decoding.clear()
-        del self._forward, self._cache, self.model
+        del self._forward, self.cache, self.model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -169,7 +179,7 @@ class TransformersEngine:
                 lengths[self._prefilling.id] = self._chunk_end(self._prefilling)
             longest = max(self._riding()[: len(lengths)], key=lambda ride: lengths[ride.id])
             try:
-                self._cache.reserve(lengths[longest.id])
+                self.cache.reserve(len(lengths), lengths[longest.id])
                 break
             except torch.OutOfMemoryError as error:
                 message = (
@@ -188,7 +198,7 @@ class TransformersEngine:
             assert ride.row is not None
             if ride.row >= num_decoding:
                 target = free.pop(0)
-                self._cache.move(ride.row, target, ride.num_computed)
+                self.cache.move(ride.row, target, ride.num_computed)
                 ride.row = target
         self._decoding.sort(key=lambda ride: ride.row or 0)
 
@@ -245,9 +255,9 @@ class TransformersEngine:
         else:
             self._waiting.remove(ride)
         if not is_clean and ride.row is not None:
-            self._cache.clear(ride.row)
+            self.cache.clear(ride.row)
         if not self._riding():
-            self._cache.shrink()
+            self.cache.shrink()
 
 
 def _context_exceeded(num_tokens: int, context_length: int) -> SequenceError:
@@ -279,4 +289,12 @@ def load(settings: Settings, report: Report) -> TransformersEngine:
         loaded.card,
         max_batch_size=settings.max_batch_size,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        governor=_governor(loaded.model.device),
     )
+
+
+def _governor(device: torch.device) -> ThreadGovernor | None:
+    """None where the model is not on the CPU, or where the user has fixed the number of threads."""
+    if device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
+        return None
+    return ThreadGovernor(torch.get_num_threads(), torch.set_num_threads)
