@@ -41,7 +41,7 @@ class ApiServer:
 
     def client(self, **options: Any) -> httpx2.Client:
         """A client of this server; close it."""
-        return httpx2.Client(base_url=self.url, timeout=BOUND_S, trust_env=False, **options)
+        return httpx2.Client(**{"base_url": self.url, "timeout": BOUND_S, "trust_env": False, **options})
 
     def call(self, function: Any, *arguments: Any) -> Any:
         """Call a plain function in the server's event loop, and return its result."""

@@ -121,7 +121,9 @@ class Service:
         self.celery.close()
         self.client.close()
 
-    def worker(self, name: str = "worker-1", *, ready: bool = True, **settings: Any) -> WorkerProcess:
+    def worker(
+        self, name: str = "worker-1", *, ready: bool = True, ready_s: float = BOUND_S, **settings: Any
+    ) -> WorkerProcess:
         """Start a worker; with `ready`, return once its model is loaded."""
         environment = self.settings.model_copy(update=settings).renders_as_environment
         for key, value in settings.items():
@@ -129,7 +131,7 @@ class Service:
         worker = WorkerProcess(name, self.folder, environment)
         self.workers.append(worker)
         if ready:
-            eventually(f"{name} is ready", lambda: self._is_ready(worker))
+            eventually(f"{name} is ready", lambda: self._is_ready(worker), ready_s)
         return worker
 
     def _is_ready(self, worker: WorkerProcess) -> bool:

@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from tests.api_server import ApiServer, events_of, running_api, tokens_of
+from tests.mixed_jobs import draw_plans, run_all
 from tests.service import Service, eventually, simulated_text
 
 
@@ -100,43 +101,8 @@ def _assert_cancelled_in_the_middle(service: Service, client: httpx2.Client) -> 
 def test_forty_mixed_jobs_with_cancels_and_reconnects_each_get_their_own_tokens(
     api: ApiServer, service: Service
 ) -> None:
-    draw = random.Random(11)
-    plans = [
-        (f"prompt {number}", number, draw.randrange(1, 60), draw.random() < 0.25, draw.randrange(1, 20))
-        for number in range(40)
-    ]
-
-    def run(plan: tuple[str, int, int, bool, int]) -> None:
-        prompt, seed, length, cancelled, cut_after = plan
-        whole = simulated_text(prompt, seed, length)
-        with api.client() as client, api.client() as other:
-            id = client.post("/jobs", json={"prompt": prompt, "seed": seed, "max_tokens": length}).json()["id"]
-            got, cursor = "", ""
-            while not cursor.endswith(".end"):
-                patience = cut_after
-                with client.stream("GET", f"/jobs/{id}/stream", headers={"Last-Event-ID": cursor}) as response:
-                    for event in events_of(response):
-                        if event.data is None:
-                            continue
-                        assert event.data["sequence_id"] == id
-                        got += event.data["token"]
-                        cursor = event.id
-                        patience -= 1
-                        if cancelled and len(got) > 30:
-                            other.post(f"/jobs/{id}/cancel")
-                        if not patience:
-                            break
-            job = client.get(f"/jobs/{id}").json()
-            assert got == job["text"]
-            if job["status"] == "succeeded":
-                assert got == whole
-            else:
-                assert cancelled
-                assert job["status"] == "cancelled"
-                assert whole.startswith(got)
-
-    with ThreadPoolExecutor(10) as threads:
-        list(threads.map(run, plans))
+    plans = draw_plans(40, 11, 60, lambda number, _: {"prompt": f"prompt {number}", "seed": number})
+    run_all(api, plans, lambda plan: simulated_text(plan.body["prompt"], plan.body["seed"], plan.body["max_tokens"]))
     eventually("no slot is taken", lambda: service.riding() == 0)
 
 

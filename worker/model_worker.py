@@ -206,9 +206,9 @@ def _set_up_process() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text("carpool-model", encoding="ascii")  # At most 15 characters.
-    # OpenMP's threads spin while they wait for each other, for good where nobody else wants the cores, and at the expense
-    # of the very thread they wait for where somebody does. A bounded spin is as fast on free cores, and a sixth of a
-    # second a step faster beside a busy process. OpenMP reads it when an engine loads it.
+    # OpenMP's threads spin while they wait for each other: good on free cores, but where another process wants them
+    # too, a thread that spins keeps away the very thread it waits for. A bounded spin is as fast on free cores and
+    # loses less beside others. OpenMP reads this when an engine loads it.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 

@@ -1,0 +1,115 @@
+"""The bundled model behind the whole product: API, Redis, Celery worker and model process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tasks.codes import JobFailed
+from tests.api_server import ApiServer, running_api
+from tests.mixed_jobs import Plan, draw_plans, run_all
+from tests.redis_server import RedisServer
+from tests.service import Service, eventually
+
+pytestmark = pytest.mark.timeout(400)
+STARTS = ("Hello, I am", "The sky is", "Once upon a time", "def main():", "The capital of France is", "1, 2, 3, 4,")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("real")
+    with (
+        RedisServer(folder / "redis") as redis,
+        Service(redis.url, folder, engine="transformers", dtype="float32", device="cpu") as running,
+    ):
+        running.worker(ready_s=300)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def api(service: Service) -> Iterator[ApiServer]:
+    with running_api(service.settings) as api:
+        yield api
+
+
+def body_of(number: int, draw: random.Random) -> dict[str, Any]:
+    greedy = draw.random() < 0.5
+    return {
+        "prompt": f"{STARTS[number % len(STARTS)]} {'and ' * draw.randrange(0, 40)}",
+        "seed": number,
+        "temperature": 0 if greedy else 0.8,
+        "top_p": 1.0 if greedy else 0.9,
+        "repetition_penalty": 1.0 if number % 3 else 1.2,
+    }
+
+
+def test_forty_mixed_jobs_each_get_what_they_get_alone(api: ApiServer, service: Service) -> None:
+    plans = draw_plans(40, 5, 16, body_of)
+    alone: dict[int, str] = {}
+    with api.client(timeout=120) as client:
+        for plan in plans:
+            id = client.post("/jobs", json=plan.body).json()["id"]
+            job = client.get(f"/jobs/{id}", params={"wait": 60}).json()
+            assert job["status"] == "succeeded", job
+            alone[id_of(plan)] = job["text"]
+    run_all(api, plans, lambda plan: alone[id_of(plan)])
+    eventually("no slot is taken", lambda: service.riding() == 0)
+    assert service.keys_without_ttl() == set()
+
+
+def id_of(plan: Plan) -> int:
+    return int(plan.body["seed"])
+
+
+def test_emoji_and_spaces_come_out_whole(api: ApiServer) -> None:
+    prompt = "Repeat after me: 🚗🌊 汽车 \n\n  two spaces. Again: 🚗🌊"
+    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0}
+    with api.client(timeout=120) as client:
+        id = client.post("/jobs", json=body).json()["id"]
+        text = client.get(f"/jobs/{id}", params={"wait": 60}).json()["text"]
+    assert text
+    assert "\ufffd" not in text
+
+
+def test_a_chat_is_answered(api: ApiServer) -> None:
+    body = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 12, "temperature": 0}
+    with api.client(timeout=120) as client:
+        id = client.post("/jobs", json=body).json()["id"]
+        job = client.get(f"/jobs/{id}", params={"wait": 60}).json()
+    assert job["status"] == "succeeded"
+    assert job["usage"]["prompt_tokens"] > 10
+
+
+@pytest.mark.parametrize("path", ["/basic_generate", "/generate", "/generate_stream", "/jobs"])
+def test_a_prompt_too_long_for_the_model_is_refused_with_both_numbers(api: ApiServer, path: str) -> None:
+    prompt = "word " * 9000
+    body: dict[str, Any] = {"prompts": [prompt]} if path == "/generate" else {"prompt": prompt}
+    with api.client(timeout=120) as client:
+        answer = client.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "8192" in answer.json()["error"]["message"]
+    assert "9001" in answer.json()["error"]["message"]
+
+
+def test_a_prompt_too_long_sent_with_plain_celery_fails_with_the_same_code(service: Service) -> None:
+    result = service.celery.send_task("carpool.generate", kwargs={"prompt": "word " * 9000})
+    with pytest.raises(JobFailed) as failure:
+        result.get(timeout=60)
+    assert failure.value.args[1] == "context_length_exceeded"
+
+
+def test_a_killed_model_process_s_text_is_whole_and_in_order(service: Service) -> None:
+    prompt, length = "Once upon a time there was", 40
+    alone = service.wait_for_end(service.submit(prompt, max_tokens=length, temperature=0), 120)["text"]
+    job = service.submit(prompt, max_tokens=length, temperature=0)
+    service.wait_for_token(job, 10)
+    child = service.list_workers()[0].child_pid
+    assert child is not None
+    psutil.Process(child).kill()
+    assert service.wait_for_end(job, 200)["text"] == alone
+    service.assert_whole(job)
