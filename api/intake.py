@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from api.relay import Relay
 from tasks.acceptance import input_json, params_json
 from tasks.codes import CarpoolError
 from tasks.job_request import JobOptions, Message, child_seed, draw_seed
+from tasks.keeper import Keeper
 from tasks.ledger import Acceptance, Accepted, AsyncLedger, Job, script_text
 from tasks.registry import ModelInfo
 from tasks.settings import Settings
@@ -94,7 +95,7 @@ class Intake:
     """Accepts jobs into the ledger.
 
     Args:
-        wake: asks for a pump of a pool; must not block.
+        keeper: sends invitations and pumps pools; never blocks.
     """
 
     def __init__(
@@ -104,14 +105,14 @@ class Intake:
         ledger: AsyncLedger,
         relay: Relay,
         counter: TokenCounter,
-        wake: Callable[[str], None],
+        keeper: Keeper,
     ) -> None:
         self._settings = settings
         self._client = client
         self._ledger = ledger
         self._relay = relay
         self._counter = counter
-        self._wake = wake
+        self._keeper = keeper
 
     async def accept(self, draft: Draft, alias: str, model: ModelInfo | None) -> Ticket:
         """Record the jobs and have a worker invited. Never waits for the broker.
@@ -161,7 +162,10 @@ class Intake:
                 param="Idempotency-Key",
                 job_id=accepted.id,
             )
-        self._wake(alias)
+        if accepted.invitations:
+            self._keeper.invite(accepted.invitations)
+        elif accepted.verdict == "again":
+            self._keeper.wake(alias)
         # the same id a second time is our own call, sent again because its answer was lost
         return Ticket(accepted.id, accepted.id == id, durable)
 
@@ -190,7 +194,7 @@ class Intake:
         try:
             if self._settings.ack_after_fsync:
                 return await self._record_on_disk(acceptance)
-            return await self._ledger.run(self._ledger.calls.accept(acceptance)), None
+            return await self._ledger.run(self._ledger.calls.accept(acceptance, invite=True)), None
         except (ConnectionError, TimeoutError) as error:
             raise CarpoolError(
                 "redis_unavailable",
@@ -202,7 +206,7 @@ class Intake:
 
     async def _record_on_disk(self, acceptance: Acceptance) -> tuple[Accepted, bool]:
         """Accept, then wait for the append-only file: in one pipeline, since WAITAOF speaks of its own connection."""
-        call = self._ledger.calls.accept(acceptance)
+        call = self._ledger.calls.accept(acceptance, invite=True)
         patience_ms = round(self._settings.redis_timeout_s * 750)
         async with self._client.pipeline(transaction=False) as pipeline:
             pipeline.eval(script_text(call.script), len(call.keys), *call.keys, *call.args)

@@ -52,7 +52,7 @@ class Service:
         self._keeper = Keeper(settings, self._celery)
         self._revokes = RevokeListener(settings, self._celery)
         self._counter = TokenCounter(self.client)
-        self.intake = Intake(settings, self.client, self.ledger, self.relay, self._counter, self._keeper.wake)
+        self.intake = Intake(settings, self.client, self.ledger, self.relay, self._counter, self._keeper)
         self._background: set[asyncio.Task[None]] = set()
         self._num_streams = 0
         self.server_is_checked = False

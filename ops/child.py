@@ -43,7 +43,13 @@ class RestartPolicy:
     most_exits: int = 5
     most_kills: int = 20
     unavailable_s: float = 1.0
-    deaths: int = 0
+    exits: int = 0
+    kills: int = 0
+
+    @property
+    def deaths(self) -> int:
+        """Deaths in a row, since it was last healthy."""
+        return self.exits + self.kills
 
     def after_death(self, returncode: int, ready_s: float | None) -> float | None:
         """Seconds to wait before the next start, or None: give up.
@@ -55,11 +61,15 @@ class RestartPolicy:
         if returncode == ExitCode.UNAVAILABLE:
             return self.unavailable_s
         if ready_s is not None and ready_s >= self.healthy_s:
-            self.deaths = 0
-        self.deaths += 1
+            self.exits = self.kills = 0
+        # apart: kills from outside, however many, must not turn the first exit after them into the last one
+        if returncode < 0:
+            self.kills += 1
+        else:
+            self.exits += 1
         if returncode in HOPELESS and ready_s is None:
             return None
-        if self.deaths >= (self.most_kills if returncode < 0 else self.most_exits):
+        if self.exits >= self.most_exits or self.kills >= self.most_kills:
             return None
         return float(min(self.longest_s, self.first_s * 2 ** (self.deaths - 1)))
 

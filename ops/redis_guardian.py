@@ -73,7 +73,8 @@ class RedisGuardian:
             tenants: read end of the tenants' pipe, where there is one.
 
         Returns:
-            0 after a stop that was asked for, else 1.
+            0 after a stop that was asked for, 1 where the server ended by itself. Where the server was killed, this
+            process ends by the same signal: the supervisor tells one from the other.
         """
         for sig in (signal.SIGTERM, signal.SIGINT):
             signal.signal(sig, self._on_signal)
@@ -84,6 +85,8 @@ class RedisGuardian:
         server = self._start()
         threading.Thread(target=self._watch_server, args=(server,), name="server", daemon=True).start()
         if self._wait_for_reason() is _Event.SERVER_ENDED:
+            if server.returncode < 0:
+                _end_by(-server.returncode)
             return ExitCode.FAILED
         self._stop(server)
         return ExitCode.OK
@@ -142,6 +145,12 @@ class RedisGuardian:
                 break
         server.kill()
         server.wait()
+
+
+def _end_by(number: int) -> None:
+    if number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def serve(folder: Path, drain_s: float, tenants: int | None) -> int:

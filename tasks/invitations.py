@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from celery import Celery
 
 from tasks import entries, keys
+from tasks.broker import INVITATION_HEADER
 from tasks.ledger import Invitation
-
-#: Header of an invitation: without the job's record it is dropped, where a plain task would be accepted.
-HEADER = "carpool_invitation"
 
 
 def invite(celery: Celery, invitations: Sequence[Invitation]) -> None:
@@ -32,6 +30,6 @@ def invite(celery: Celery, invitations: Sequence[Invitation]) -> None:
                 exchange="",
                 routing_key=keys.queue(invitation.pool),
                 serializer="json",
-                headers={**message.headers, HEADER: entries.VERSION},
+                headers={**message.headers, INVITATION_HEADER: entries.VERSION},
                 **message.properties,
             )

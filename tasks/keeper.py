@@ -18,8 +18,8 @@ from redis.exceptions import RedisError
 
 from tasks import keys
 from tasks.invitations import invite
-from tasks.ledger import SyncLedger
-from tasks.redis_clients import connect
+from tasks.ledger import Invitation, SyncLedger
+from tasks.redis_clients import connect, write_even_when_full
 from tasks.settings import Settings
 
 _log = structlog.get_logger("carpool.keeper")
@@ -35,7 +35,7 @@ class Keeper:
         self._settings = settings
         self._celery = celery
         self._id = uuid.uuid4().hex
-        self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[str | tuple[Invitation, ...] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="carpool-keeper", daemon=True)
         self._stopping = threading.Event()
         self._trouble = ""
@@ -46,6 +46,10 @@ class Keeper:
     def wake(self, pool: str) -> None:
         """Ask for a pump of this pool, from any thread; returns at once."""
         self._wanted.put(pool)
+
+    def invite(self, invitations: tuple[Invitation, ...]) -> None:
+        """Send the messages of jobs that were marked already, from any thread; returns at once."""
+        self._wanted.put(invitations)
 
     def close(self) -> None:
         """End the thread; bounded by the Redis timeout."""
@@ -60,10 +64,12 @@ class Keeper:
         next_tick = time.monotonic()
         try:
             while not self._stopping.is_set():
-                pools = self._wait(max(0.0, next_tick - time.monotonic()))
+                pools, invitations = self._wait(max(0.0, next_tick - time.monotonic()))
                 if self._stopping.is_set():
                     return
                 try:
+                    if invitations:
+                        invite(self._celery, invitations)
                     for pool in pools:
                         self._pump(ledger, pool)
                     if time.monotonic() >= next_tick:
@@ -76,15 +82,19 @@ class Keeper:
         finally:
             client.close()
 
-    def _wait(self, timeout_s: float) -> set[str]:
-        """The pools that were asked for, all that are known by now; an empty set when the tick is due."""
+    def _wait(self, timeout_s: float) -> tuple[set[str], list[Invitation]]:
+        """What was asked for, all that is known by now: pools to pump and messages to send. Empty at the tick."""
         pools: set[str] = set()
+        invitations: list[Invitation] = []
         with contextlib.suppress(queue.Empty):
-            pools.add(self._wanted.get(timeout=timeout_s) or "")
+            wanted = self._wanted.get(timeout=timeout_s)
             while True:
-                pools.add(self._wanted.get_nowait() or "")
-        pools.discard("")
-        return pools
+                if isinstance(wanted, str):
+                    pools.add(wanted)
+                elif wanted is not None:
+                    invitations.extend(wanted)
+                wanted = self._wanted.get_nowait()
+        return pools, invitations
 
     def _pump(self, ledger: SyncLedger, pool: str) -> None:
         invitations = ledger.run(ledger.calls.pump(pool))
@@ -104,7 +114,7 @@ class Keeper:
             self._pump(ledger, str(pool))
 
     def _holds_lock(self, ledger: SyncLedger) -> bool:
-        if ledger.client.set(keys.REAPER, self._id, nx=True, px=_LOCK_MS):
+        if write_even_when_full(ledger.client, "SET", keys.REAPER, self._id, "NX", "PX", _LOCK_MS):
             return True
         return bool(ledger.client.get(keys.REAPER) == self._id and ledger.client.pexpire(keys.REAPER, _LOCK_MS))
 

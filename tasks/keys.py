@@ -5,7 +5,7 @@
 | `{carpool}:j:<id>` hash | the record of a job | scripts | deadline + retention, from its end on: retention |
 | `{carpool}:l:<id>` stream | its log | claim, step, terminal | as the record |
 | `{carpool}:t:<id>` string | its text so far | accept, step, terminal | as the record |
-| `{carpool}:g:<id>` hash | a group of jobs | accept, terminal | as its longest child |
+| `{carpool}:g:<id>` hash | a group of jobs | accept, terminal | as its children, who stay until it has ended |
 | `{carpool}:idem:<hash>` hash | an idempotency key: job id, hash of the body | accept | as the record, at least CARPOOL_IDEMPOTENCY_S |
 | `{carpool}:att:<id>` zset | who waits for a job, until when | API | half a minute, renewed |
 | `{carpool}:tomb:<id>` | a task sent with plain Celery has ended | terminal | 7 days |
@@ -15,7 +15,7 @@
 | `{carpool}:w:<incarnation>` hash, `{carpool}:ws:<pool>` zset | a worker's heartbeat; the workers of a pool | heartbeat | five heartbeats |
 | `{carpool}:card:<hash>` string | a tokenizer for the API to count with | worker | an hour after the last heartbeat |
 | `{carpool}:tick`, `{carpool}:grace`, `{carpool}:reaper` | last look of the reaper; end of grace; its lock | reaper | minutes |
-| `celery-task-meta-<id>` string | Celery's result record | claim, terminal | retention |
+| `celery-task-meta-<id>` string | Celery's result record | claim, terminal | as the record |
 | `{carpool}:probe` string | whether Redis takes writes | API | seconds |
 | `{carpool}:models` hash, `{carpool}:schema` string | pools that have ever been served; version of the ledger | worker; start | for ever, constant in number |
 | `carpool.<pool>`, `carpool` lists, `_kombu.binding.*`, `{carpool}:unacked*` | the broker's own | kombu | kombu's |

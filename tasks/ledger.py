@@ -80,14 +80,23 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True)
+class Invitation:
+    """A job that a Celery message is to be sent for."""
+
+    id: str
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """ok: new. again: this id or idempotency key is known, `id` is its job. conflict: known with another body.
 
-    tomb: a task of that id was sent with plain Celery, has ended, and its record is gone.
+    tomb: a task of that id was sent with plain Celery, has ended, and its record is gone. `invitations` are to be sent.
     """
 
     verdict: str
     id: str
+    invitations: tuple[Invitation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,7 @@ class Claim:
     """The answer to a claim. `verdict`: ok, gone, ended, taken, mismatch (other model), newer (other release).
 
     The rest is set for ok: the epoch of this ride, tokens in the log, deaths so far, a stop that is wanted ("" or a
-    final status), the deadline in ms, and what to generate.
+    final status), the deadline in ms, what to generate, and whether it has boarded.
     """
 
     verdict: str
@@ -109,6 +118,7 @@ class Claim:
     seed: int = 0
     input: dict[str, Any] = field(default_factory=dict)
     tokens_are_default: bool = False
+    boarded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +170,7 @@ class SlotWrite:
 class SlotAnswer:
     """ok; at (the ledger holds `k`: send again from there); ended (under this owner); fenced (not ours); error.
 
-    `stop` is a final status that is wanted, "" where none is; for ended the status that the job has, for error its text.
+    `stop` is a final status that is wanted, "" where none is; for ended the status of the job, for error its text.
     """
 
     verdict: str
@@ -184,14 +194,6 @@ class Survivor:
     verdict: str
     strikes: int
     struck_at: int
-
-
-@dataclass(frozen=True, slots=True)
-class Invitation:
-    """A job that a Celery message is to be sent for."""
-
-    id: str
-    pool: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +256,8 @@ class Calls:
     def _call(self, script: str, ids: Sequence[str], args: Sequence[str | int], parse: Callable[[Any], T]) -> Call[T]:
         return Call(script, tuple(keys.record(id) for id in ids), (self._config, *args), parse)
 
-    def accept(self, request: Acceptance) -> Call[Accepted]:
-        """Record a job or a group: accepted means recorded."""
+    def accept(self, request: Acceptance, *, invite: bool = False) -> Call[Accepted]:
+        """Record a job or a group: accepted means recorded. With `invite` the pool is pumped in the same call."""
         body: dict[str, Any] = {
             "id": request.id,
             "pool": request.pool,
@@ -272,13 +274,16 @@ class Calls:
             "idem": request.idempotency,
             "body": request.body_hash,
             "native": "1" if request.native else "",
+            "invite": invite,
         }
         ids = [f"{request.id}.{i}" for i in range(len(request.jobs))] if request.is_group else [request.id]
         args = (json.dumps(body, ensure_ascii=False), *(job.input for job in request.jobs))
-        return self._call("accept", ids, args, lambda answer: Accepted(*answer))
+        return self._call("accept", ids, args, lambda answer: _parse_accepted(answer, request.pool))
 
-    def claim(self, id: str, nonce: str, fingerprint: str, incarnation: str, worker: str, pid: int) -> Call[Claim]:
-        """Make this worker the one owner of a job."""
+    def claim(
+        self, id: str, nonce: str, fingerprint: str, incarnation: str, worker: str, pid: int, *, board: bool = False
+    ) -> Call[Claim]:
+        """Make this worker the one owner of a job. With `board` one that nothing died with boards in the same call."""
         asked = {
             "id": id,
             "nonce": nonce,
@@ -286,6 +291,7 @@ class Calls:
             "incarnation": incarnation,
             "worker": worker,
             "pid": pid,
+            "board": board,
         }
         return self._call("claim", [id], (json.dumps(asked),), _parse_claim)
 
@@ -301,7 +307,10 @@ class Calls:
         return self.step([SlotWrite(rider.id, rider.epoch, rider.nonce, first=0) for rider in riders])
 
     def child_died(self, generation: str, cause: str, riders: Sequence[Rider]) -> Call[list[Survivor]]:
-        """The Model worker died under these riders: charge those who may have caused it."""
+        """The Model worker died under these riders: charge those who may have caused it.
+
+        `generation` is `<incarnation>.<number>`; the numbers of one incarnation rise.
+        """
         args: list[str | int] = [generation, cause, len(riders)]
         for rider in riders:
             args.extend((rider.id, rider.epoch, rider.nonce))
@@ -313,7 +322,7 @@ class Calls:
         )
 
     def release(self, rider: Rider) -> Call[str]:
-        """Hand a job back, without a charge. Answers released, fenced, or the status that a wanted stop ended it with."""
+        """Hand a job back, without a charge. Answers released, fenced, or the status that a stop ended it with."""
         return self._call("release", [rider.id], (rider.id, rider.epoch, rider.nonce), str)
 
     def cancel(self, id: str) -> Call[str]:
@@ -377,11 +386,16 @@ class Calls:
         )
 
 
+def _parse_accepted(answer: list[str], pool: str) -> Accepted:
+    verdict, id, *invited = answer
+    return Accepted(verdict, id, tuple(Invitation(one, pool) for one in invited))
+
+
 def _parse_claim(answer: list[str]) -> Claim:
     verdict = str(answer[0])
     if verdict != "ok":
         return Claim(verdict)
-    epoch, k, strikes, struck_at, stop, deadline, params, seed, given, default_tokens = answer[1:]
+    epoch, k, strikes, struck_at, stop, deadline, params, seed, given, default_tokens, boarded = answer[1:]
     return Claim(
         verdict,
         epoch=int(epoch),
@@ -394,6 +408,7 @@ def _parse_claim(answer: list[str]) -> Claim:
         seed=int(seed),
         input=json.loads(given),
         tokens_are_default=bool(default_tokens),
+        boarded=bool(boarded),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import redis
@@ -9,7 +10,7 @@ import redis.asyncio
 from packaging.version import Version
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ConstantBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ConnectionError, OutOfMemoryError, RedisError, ResponseError, TimeoutError
 from redis.retry import Retry as SyncRetry
 
 from tasks import entries, keys
@@ -73,9 +74,7 @@ def check_server(client: redis.Redis, url: str) -> None:
         server = client.info("server")
         memory = client.info("memory")
     except RedisError as error:
-        raise CarpoolError(
-            "redis_unavailable", f"Redis at {where} does not answer ({error}). Start it, or set CARPOOL_REDIS_URL"
-        ) from error
+        raise _no_answer(where, error) from error
     valkey = server.get("valkey_version")
     version = Version(str(valkey or server["redis_version"]))
     if version < (OLDEST_VALKEY if valkey else OLDEST_REDIS):
@@ -90,12 +89,21 @@ def check_server(client: redis.Redis, url: str) -> None:
             f"Redis at {where} has maxmemory-policy {policy}, which deletes accepted jobs when memory is short. "
             "Run: redis-cli CONFIG SET maxmemory-policy noeviction (and write it into its configuration)",
         )
-    check_schema(client)
+    try:
+        check_schema(client)
+    except (ConnectionError, TimeoutError) as error:  # a server that still reads its file answers INFO alone
+        raise _no_answer(where, error) from error
+
+
+def _no_answer(where: str, error: RedisError) -> CarpoolError:
+    return CarpoolError(
+        "redis_unavailable", f"Redis at {where} does not answer ({error}). Start it, or set CARPOOL_REDIS_URL"
+    )
 
 
 def check_schema(client: redis.Redis) -> None:
     """Write the ledger's version where there is none; refuse one that is newer than this release."""
-    client.set(keys.SCHEMA, entries.VERSION, nx=True)
+    write_even_when_full(client, "SET", keys.SCHEMA, entries.VERSION, "NX")
     found = int(client.get(keys.SCHEMA) or entries.VERSION)
     if found > entries.VERSION:
         raise CarpoolError(
@@ -107,4 +115,14 @@ def check_schema(client: redis.Redis) -> None:
 
 def is_full(error: RedisError) -> bool:
     """Whether the server refused a write because its memory is used up."""
-    return isinstance(error, ResponseError) and str(error).startswith(("OOM", "command not allowed when used memory"))
+    return isinstance(error, OutOfMemoryError) or (
+        isinstance(error, ResponseError) and str(error).startswith(("OOM", "command not allowed when used memory"))
+    )
+
+
+_EVEN_WHEN_FULL = "#!lua flags=allow-oom\nreturn redis.call(ARGV[1], KEYS[1], unpack(ARGV, 2))"
+
+
+def write_even_when_full(client: redis.Redis, command: str, key: str, *arguments: str | int | float) -> Any:
+    """One write, also where the server's memory is used up: what accepted jobs need so that they come to their end."""
+    return client.eval(_EVEN_WHEN_FULL, 1, key, command, *arguments)

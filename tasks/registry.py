@@ -12,6 +12,7 @@ import redis
 import redis.asyncio
 
 from tasks import keys
+from tasks.redis_clients import write_even_when_full
 
 CARD_TTL_S = 3600
 #: A heartbeat counts for so many of its intervals.
@@ -104,7 +105,7 @@ async def list_workers_async(client: redis.asyncio.Redis) -> list[WorkerInfo]:
 
 def register_model(client: redis.Redis, model: ModelInfo) -> None:
     """Make an alias known, before its model is loaded; from then on jobs for it are accepted and wait."""
-    client.hset(keys.MODELS, model.alias, json.dumps(asdict(model), separators=(",", ":")))
+    write_even_when_full(client, "HSET", keys.MODELS, model.alias, json.dumps(asdict(model), separators=(",", ":")))
 
 
 def parse_models(raw: Mapping[Any, Any]) -> dict[str, ModelInfo]:
@@ -116,7 +117,7 @@ def publish_card(client: redis.Redis, tokenizer_json: str) -> str:
     """Store a tokenizer for the API to count with; returns its key. Called again, it keeps it for another while."""
     digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()[:24]
     if not client.expire(keys.card(digest), CARD_TTL_S):
-        client.set(keys.card(digest), tokenizer_json, ex=CARD_TTL_S)
+        write_even_when_full(client, "SET", keys.card(digest), tokenizer_json, "EX", CARD_TTL_S)
     return digest
 
 

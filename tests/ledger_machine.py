@@ -143,7 +143,7 @@ class World:
         worker = self.workers[i]
         had = worker.child
         worker.turn()
-        if had is not None and worker.child is None:
+        if had and not worker.child:
             self._count_deaths(worker)
 
     def settle(self, i: int, faults: tuple[str, ...] = ()) -> None:
@@ -170,7 +170,7 @@ class World:
         self.workers[i].paused = False
 
     def stall(self, i: int, seconds: int) -> None:
-        """A worker sleeps and wakes up, and does not know that time has passed."""
+        """A worker sleeps; when it wakes up it does not know that time has passed."""
         self.pause(i)
         self.advance(seconds)
 
@@ -224,7 +224,6 @@ class World:
         for id, seen in self.seen.items():
             seen.accepted = accepted[id]
             seen.record = self.ledger.record(id)
-        # a lost tick only makes for another grace, a lost grace is one that the ledger cannot know
         self._ticked_ms, self._grace_ms = int(str(self.client.get(keys.TICK) or 0)), 0
         self.check()
 
@@ -296,8 +295,7 @@ class World:
         seen.record = record
 
     def _check_change(self, seen: Seen, record: dict[str, str]) -> None:
-        before = seen.record
-        if not before:
+        if not (before := seen.record):
             return
         if before["status"] in ENDED:
             assert (record["status"], record["epoch"], record["k"]) == (before["status"], before["epoch"], before["k"])
@@ -311,6 +309,8 @@ class World:
         if was_boarded and record["status"] == "running" and record["owner"] != before["owner"]:
             seen.deaths += 1
             assert int(record["deaths"]) == int(before["deaths"]) + 1, "an owner that falls silent counts as a death"
+        elif was_boarded and record["status"] == "failed" and int(before["lease"]) < self.ledger.now_ms:
+            seen.deaths += 1  # the same, where the reaper or a claim has found one too many
         assert int(record["deaths"]) <= seen.deaths, "no death is charged twice"
 
     def _check_grace(self) -> None:
@@ -343,10 +343,8 @@ class World:
                 self._check_end(id, seen)
 
     def _check_end(self, id: str, seen: Seen) -> None:
-        view = self.ledger.view(id)
+        view, script = self.ledger.view(id), SCRIPTS[id]
         if view["status"] == "succeeded":
-            assert view["usage"]["completion_tokens"] == SCRIPTS[id].length
+            assert (view["usage"]["completion_tokens"], script.poison_at) == (script.length, 0)
         elif view["status"] == "failed":
             assert view["error"]["code"] in ("worker_died", "claims_exhausted")
-        if SCRIPTS[id].poison_at:
-            assert view["status"] != "succeeded"

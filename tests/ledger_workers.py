@@ -214,7 +214,9 @@ class SimulatedWorker:
         if self.slots.num_free <= 0 or self.child is None:
             self._publisher.refuse(delivery)
         else:
-            self._publisher.claim(delivery, PRINT, self.incarnation, self.name)
+            ride = self._publisher.claim(delivery, PRINT, self.incarnation, self.name)
+            if ride is not None:
+                self._send(ride.add_command())
 
     def _take_updates(self) -> int:
         steps = 0

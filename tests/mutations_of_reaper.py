@@ -159,8 +159,8 @@ REAPER = (
         "pump: only what is queued",
         "a job that is gone would be invited for ever",
         one(
-            "if j.status ~= 'queued' then\n        redis.call('ZREM', wait_key(pool), id)",
-            "if false then\n        redis.call('ZREM', wait_key(pool), id)",
+            "if j.status ~= 'queued' then\n          redis.call('ZREM', wait_key(pool), id)",
+            "if false then\n          redis.call('ZREM', wait_key(pool), id)",
         ),
         (test_ledger_reaper.test_a_job_that_is_claimed_or_ended_is_not_invited,),
     ),

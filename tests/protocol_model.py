@@ -1,8 +1,8 @@
-"""The protocol as an explicit-state model: one job, two workers, every order of events and every fault between two calls.
+"""The protocol as an explicit-state model: one job, two workers, every order of events, any fault between two calls.
 
 No Redis and no time: a script is one atomic function on the ledger, and what time does (a lease runs out, a mark grows
-old) may happen whenever it could. `explore` visits every state that is reachable with a bounded number of faults, checks
-each, and then that from each of them the job still comes to an end when nothing more breaks.
+old) may happen whenever it could. This file holds the scripts, `tests/protocol_steps.py` what may happen next, and
+`tests/protocol_exploration.py` visits every state.
 
 What is modelled: claim, step, boarding, finish, renewal, release, child_died, cancel, reaper and pump; requests and
 replies that are lost or executed after their client gave up; workers that die, or sleep and wake up; children that die
@@ -12,8 +12,6 @@ deadlines, several jobs at once, other models. `without` takes fences away, to s
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +21,10 @@ LIVE = ("queued", "running")
 
 
 class Ledger(NamedTuple):
-    """The job's record and its log: numbers of tokens in the order in which they were written, `END` for the end."""
+    """The job's record and its log: numbers of tokens in the order in which they were written, `END` for the end.
+
+    `intruded`: somebody else than the owner has written.
+    """
 
     status: str = "queued"
     epoch: int = 0
@@ -37,6 +38,7 @@ class Ledger(NamedTuple):
     deaths: int = 0
     died_gen: int = 0
     log: tuple[int, ...] = ()
+    intruded: bool = False
 
 
 class Call(NamedTuple):
@@ -46,7 +48,7 @@ class Call(NamedTuple):
     nonce: int
     epoch: int = 0
     first: int = 0
-    count: int = 0
+    num_tokens: int = 0
     board: bool = False
     final: str = ""
     generation: int = 0
@@ -62,8 +64,8 @@ class Answer(NamedTuple):
 class Ride(NamedTuple):
     """A worker's ride. `held`: tokens that it has; `sent`: those that it believes to be in the ledger.
 
-    `place`: claiming, claimed, boarded, leaving (the child was asked to let go), out (of the child), dead (the child died
-    under it). `generation`: number of its child, counted within this claim.
+    `place`: claiming, claimed, boarded, leaving (the child was asked to let go), out (of the child), dead (the child
+    died under it). `generation`: number of its child, counted within this claim.
     """
 
     nonce: int
@@ -86,7 +88,7 @@ class Worker(NamedTuple):
 
 
 class State(NamedTuple):
-    """`late`: a request whose client gave up and which may still be executed. `saved`: what a lost tail goes back to."""
+    """`late`: a request whose client gave up and that may still be executed. `saved`: what a lost tail goes back to."""
 
     ledger: Ledger = Ledger()
     workers: tuple[Worker, Worker] = (Worker(), Worker())
@@ -101,28 +103,25 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What may happen in one exploration. `poison_at`: the token at which the job kills its child, 0 for none."""
+    """What may happen in one exploration. `poison_at`: the token at which the job kills its child, 0: never."""
 
     tokens: int = 2
     run_ahead: int = 1
     faults: int = 2
     poison_at: int = 0
     cancels: bool = False
-    drains: bool = False
     loses_tails: bool = False
-    kinds: frozenset[str] = frozenset({"crash", "child", "pause", "request", "reply", "late", "message", "outage"})
+    kinds: frozenset[str] = frozenset(
+        {"crash", "child", "pause", "drain", "request", "reply", "late", "message", "outage"}
+    )
     without: frozenset[str] = frozenset()
-
-
-class Violation(Exception):
-    """A state that must not be, with the way that leads to it."""
 
 
 # --- the scripts ------------------------------------------------------------------------------------------------------
 
 
 def terminal(ledger: Ledger, status: str, setting: Setting) -> Ledger:
-    if ledger.status not in LIVE and "terminal status" not in setting.without:
+    if ledger.status not in LIVE:
         return ledger
     return ledger._replace(status=status, epoch=ledger.epoch + 1, leased=False, log=(*ledger.log, END))
 
@@ -141,13 +140,18 @@ def _owned(ledger: Ledger, call: Call, setting: Setting) -> bool:
     )
 
 
+def _written_by(ledger: Ledger, call: Call) -> Ledger:
+    owns = ledger.status == "running" and (ledger.owner, ledger.epoch) == (call.nonce, call.epoch)
+    return ledger if owns else ledger._replace(intruded=True)
+
+
 def _claim(ledger: Ledger, call: Call, in_grace: bool, setting: Setting) -> tuple[Ledger, Answer]:
     if ledger.status not in LIVE:
         return ledger, Answer("ended")
     if ledger.status == "running" and ledger.owner == call.nonce:
         return ledger, Answer("ok", ledger.k, ledger.stop, ledger.epoch)
     out = ledger.status == "running" and (not ledger.leased or "lease" in setting.without)
-    if not (ledger.status == "queued" or (out and (not in_grace or "grace" in setting.without))):
+    if not (ledger.status == "queued" or (out and not in_grace)):
         return ledger, Answer("taken")
     if ledger.stop:
         return terminal(ledger, "cancelled", setting), Answer("ended")
@@ -165,13 +169,13 @@ def _step(ledger: Ledger, call: Call, setting: Setting) -> tuple[Ledger, Answer]
     if not _owned(ledger, call, setting):
         mine = ledger.owner == call.nonce and ledger.epoch == call.epoch + 1 and ledger.status not in LIVE
         return ledger, Answer("ended" if mine else "fenced", ledger.k)
-    ledger = ledger._replace(leased=True)
+    ledger = _written_by(ledger, call)._replace(leased=True)
     if call.first and call.first != ledger.k + 1 and "position" not in setting.without:
         return ledger, Answer("at", ledger.k, ledger.stop)
     if call.board:
         ledger = ledger._replace(boarded=ledger.k)
-    written = tuple(range(call.first, call.first + call.count))
-    ledger = ledger._replace(k=ledger.k + call.count, log=ledger.log + written)
+    written = tuple(range(call.first, call.first + call.num_tokens))
+    ledger = ledger._replace(k=ledger.k + call.num_tokens, log=ledger.log + written)
     if call.final:
         return terminal(ledger, call.final, setting), Answer("ended", ledger.k)
     return ledger, Answer("ok", ledger.k, ledger.stop)
@@ -180,6 +184,7 @@ def _step(ledger: Ledger, call: Call, setting: Setting) -> tuple[Ledger, Answer]
 def _release(ledger: Ledger, call: Call, setting: Setting) -> tuple[Ledger, Answer]:
     if not _owned(ledger, call, setting):
         return ledger, Answer("fenced")
+    ledger = _written_by(ledger, call)
     if ledger.stop:
         return terminal(ledger, "cancelled", setting), Answer("ended")
     owner = ledger.owner if "release owner" in setting.without else 0
@@ -189,9 +194,14 @@ def _release(ledger: Ledger, call: Call, setting: Setting) -> tuple[Ledger, Answ
 def _child_died(ledger: Ledger, call: Call, setting: Setting) -> tuple[Ledger, Answer]:
     if not _owned(ledger, call, setting):
         return ledger, Answer("fenced")
-    if ledger.died_gen == call.generation and "died_gen" not in setting.without:
+    told = (
+        call.generation == ledger.died_gen
+        if "died_gen order" in setting.without
+        else call.generation <= ledger.died_gen
+    )
+    if told and "died_gen" not in setting.without:
         return ledger, Answer("back", ledger.k)
-    ledger = ledger._replace(died_gen=call.generation)
+    ledger = _written_by(ledger, call)._replace(died_gen=call.generation)
     if ledger.boarded >= 0:
         ledger = _charge(ledger, setting)
     if ledger.status not in LIVE:
@@ -210,81 +220,3 @@ def execute(state: State, call: Call, setting: Setting) -> tuple[Ledger, Answer]
             return _child_died(state.ledger, call, setting)
         case _:
             return _step(state.ledger, call, setting)
-
-
-# --- exploration ------------------------------------------------------------------------------------------------------
-
-Edge = tuple[str, State]
-Steps = Callable[[State, Setting], Iterator[Edge]]
-
-
-def check(state: State, setting: Setting) -> str:
-    """What is wrong with a state, "" where nothing is."""
-    ledger = state.ledger
-    tokens = [one for one in ledger.log if one != END]
-    if tokens != list(range(1, ledger.k + 1)):
-        return f"the log holds the tokens {tokens}, k is {ledger.k}"
-    ends = ledger.log.count(END)
-    if ends != (ledger.status not in LIVE):
-        return f"{ends} ends in a job that is {ledger.status}"
-    if ends and ledger.log[-1] != END:
-        return "a token after the end"
-    if ledger.status in LIVE and ledger.strikes >= MAX_ATTEMPTS:
-        return f"{ledger.strikes} strikes and still {ledger.status}"
-    if ledger.deaths > state.real_deaths:
-        return f"{ledger.deaths} deaths charged, {state.real_deaths} died"
-    if ledger.status == "cancelled" and not state.cancelled:
-        return "cancelled by nobody"
-    if ledger.status == "succeeded" and ledger.k != setting.tokens:
-        return f"succeeded with {ledger.k} tokens"
-    for worker in state.workers:
-        if worker.ride and worker.ride.place in ("boarded", "leaving"):
-            # after a lost tail the ledger is behind, not the child ahead
-            if worker.ride.held - worker.ride.sent > setting.run_ahead and not setting.loses_tails:
-                return "the child ran further ahead than it may"
-    return ""
-
-
-def explore(setting: Setting, steps: Steps, most: int = 400_000) -> int:
-    """Visit every state. Returns their number.
-
-    Raises:
-        Violation: with the shortest way to a state that is wrong, or from which the job cannot end any more.
-    """
-    start = State(saved=Ledger() if setting.loses_tails else None)
-    came: dict[State, tuple[State | None, str]] = {start: (None, "accepted")}
-    before: dict[State, list[State]] = {}
-    queue = deque([start])
-    while queue:
-        state = queue.popleft()
-        for name, following in steps(state, setting):
-            if following.faults == state.faults:
-                before.setdefault(following, []).append(state)
-            if following in came:
-                continue
-            came[following] = (state, name)
-            if wrong := check(following, setting):
-                raise Violation(f"{wrong}: {_way(came, following)}")
-            if len(came) > most:
-                raise Violation(f"more than {most} states")
-            queue.append(following)
-    ending = {state for state in came if state.ledger.status not in LIVE}
-    ended = deque(ending)
-    while ended:
-        for earlier in before.get(ended.popleft(), ()):
-            if earlier not in ending:
-                ending.add(earlier)
-                ended.append(earlier)
-    for state in came:
-        if state not in ending:
-            raise Violation(f"the job can never end: {_way(came, state)}")
-    return len(came)
-
-
-def _way(came: dict[State, tuple[State | None, str]], state: State) -> str:
-    names: list[str] = []
-    at: State | None = state
-    while at is not None:
-        at, name = came[at]
-        names.append(name)
-    return " > ".join(reversed(names))

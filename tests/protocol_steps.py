@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.protocol_model import LIVE, MAX_ATTEMPTS, Call, Edge, Ride, Setting, State, Worker, execute, terminal
+from tests.protocol_exploration import Edge
+from tests.protocol_model import LIVE, MAX_ATTEMPTS, Call, Ride, Setting, State, Worker, execute, terminal
 
 
 def steps(state: State, setting: Setting) -> Iterator[Edge]:
@@ -70,8 +71,7 @@ def _keeper(state: State, setting: Setting) -> Iterator[Edge]:
 def _is_kept(state: State) -> bool:
     """Whether a worker that is awake renews the lease."""
     return any(
-        worker.awake and worker.ride is not None and worker.ride.nonce == state.ledger.owner
-        for worker in state.workers
+        worker.awake and worker.ride is not None and worker.ride.nonce == state.ledger.owner for worker in state.workers
     )
 
 
@@ -89,7 +89,10 @@ def _server(state: State, i: int, setting: Setting) -> Iterator[Edge]:
     worker = state.workers[i]
     if worker.call is not None and worker.answer is None:
         ledger, answer = execute(state, worker.call, setting)
-        yield f"w{i} {worker.call.name} executed", _with(state, i, worker._replace(answer=answer))._replace(ledger=ledger)
+        yield (
+            f"w{i} {worker.call.name} executed",
+            _with(state, i, worker._replace(answer=answer))._replace(ledger=ledger),
+        )
 
 
 def _child(state: State, i: int, setting: Setting) -> Iterator[Edge]:
@@ -99,13 +102,13 @@ def _child(state: State, i: int, setting: Setting) -> Iterator[Edge]:
     if ride is None or ride.place not in ("boarded", "leaving"):
         return
     ahead = ride.held - ride.sent
-    if ride.place == "boarded" and ride.held < setting.tokens:
-        if ahead < setting.run_ahead or "run-ahead" in setting.without:
-            if ride.held + 1 == setting.poison_at:
-                dead = _with(state, i, worker._replace(ride=ride._replace(place="dead")))
-                yield f"w{i} poison", dead._replace(real_deaths=state.real_deaths + 1)
-            else:
-                yield f"w{i} computes", _with(state, i, worker._replace(ride=ride._replace(held=ride.held + 1)))
+    may_run = ahead < setting.run_ahead or "run-ahead" in setting.without
+    if ride.place == "boarded" and ride.held < setting.tokens and may_run:
+        if ride.held + 1 == setting.poison_at:
+            dead = _with(state, i, worker._replace(ride=ride._replace(place="dead")))
+            yield f"w{i} poison", dead._replace(real_deaths=state.real_deaths + 1)
+        else:
+            yield f"w{i} computes", _with(state, i, worker._replace(ride=ride._replace(held=ride.held + 1)))
     if worker.awake and worker.call is None:
         if ride.place == "boarded" and ride.held == setting.tokens:
             yield f"w{i} sequence ends", _with(state, i, worker._replace(ride=ride._replace(place="out")))
@@ -135,10 +138,15 @@ def _worker(state: State, i: int, setting: Setting) -> Iterator[Edge]:
             yield f"w{i} takes a message", asking._replace(messages=state.messages - 1)
         return
     for name, call in _calls(ride, setting):
+        if call.name == "renew" and not _tells_something(state, ride):
+            continue
         yield f"w{i} sends {name}", _with(state, i, worker._replace(call=call))
-    if setting.drains and ride.place == "boarded" and not ride.stopping:
-        leaving = ride._replace(place="leaving", handing_back=True)
-        yield f"w{i} drains", _with(state, i, worker._replace(ride=leaving))
+
+
+def _tells_something(state: State, ride: Ride) -> bool:
+    """A renewal of a valid lease with nothing to tell changes nothing: those are left out."""
+    ledger = state.ledger
+    return ledger.stop or not ledger.leased or (ledger.owner, ledger.epoch) != (ride.nonce, ride.epoch)
 
 
 def _calls(ride: Ride, setting: Setting) -> Iterator[tuple[str, Call]]:
@@ -148,23 +156,23 @@ def _calls(ride: Ride, setting: Setting) -> Iterator[tuple[str, Call]]:
     if ride.place == "claiming":
         yield "claim", Call("claim", ride.nonce)
     elif ride.place == "claimed":
-        yield "board", mine._replace(board=True, count=news)
+        yield "board", mine._replace(board=True, num_tokens=news)
     elif ride.place in ("boarded", "leaving"):
         if news:
-            yield "tokens", mine._replace(count=news)
+            yield "tokens", mine._replace(num_tokens=news)
         else:
             yield "renewal", Call("renew", ride.nonce, ride.epoch)
     elif ride.place == "dead":
         if news:
-            yield "tokens", mine._replace(count=news)
+            yield "tokens", mine._replace(num_tokens=news)
         else:
             yield "death", Call("child_died", ride.nonce, ride.epoch, generation=ride.generation)
     elif ride.stopping:
-        yield "stop", mine._replace(count=news, final="cancelled")
+        yield "stop", mine._replace(num_tokens=news, final="cancelled")
     elif ride.held == setting.tokens:
-        yield "end", mine._replace(count=news, final="succeeded")
+        yield "end", mine._replace(num_tokens=news, final="succeeded")
     elif news:
-        yield "tokens", mine._replace(count=news)
+        yield "tokens", mine._replace(num_tokens=news)
     else:
         yield "release", Call("release", ride.nonce, ride.epoch)
 
@@ -210,7 +218,8 @@ def _faults(state: State, setting: Setting) -> Iterator[Edge]:
     if "outage" in kinds and state.ledger.status == "running" and state.ledger.leased:
         yield "outage", _silent(state)._replace(in_grace=True)
     if setting.loses_tails and state.saved is not None and state.saved != state.ledger:
-        yield "tail lost", state._replace(ledger=state.saved._replace(leased=state.ledger.leased and state.saved.leased))
+        # the server was away, so that every lease looks run out
+        yield "tail lost", _silent(state._replace(ledger=state.saved))._replace(in_grace=True)
     for i in (0, 1):
         yield from _faults_of(state, i, state.workers[i], kinds)
 
@@ -229,6 +238,9 @@ def _faults_of(state: State, i: int, worker: Worker, kinds: frozenset[str]) -> I
         yield f"w{i} child dies", dead._replace(real_deaths=state.real_deaths + 1)
     if "pause" in kinds and worker.awake and ride is not None:
         yield f"w{i} falls asleep", _with(state, i, worker._replace(awake=False))
+    if "drain" in kinds and worker.awake and worker.call is None and ride is not None and ride.place == "boarded":
+        leaving = ride._replace(place="leaving", handing_back=True)
+        yield f"w{i} drains", _with(state, i, worker._replace(ride=leaving))
     if worker.call is not None and worker.answer is None:
         if "request" in kinds:
             yield f"w{i} request lost", _with(state, i, worker._replace(call=None))

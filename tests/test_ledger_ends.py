@@ -164,6 +164,16 @@ def test_a_death_told_again_after_a_rider_boarded_anew_does_not_touch_it(ledger:
     assert ledger.field("young", "boarded") == "0"
 
 
+def test_a_death_that_is_told_after_a_later_one_does_not_count_again(ledger: LedgerOnAClock) -> None:
+    rider = ledger.ride("j")
+    died(ledger, rider, generation="w1.9")
+    ledger.board(rider)
+    died(ledger, rider, generation="w1.10")
+    ledger.board(rider)
+    died(ledger, rider, generation="w1.9")  # sent again long ago, and only now executed
+    assert (ledger.field("j", "deaths"), ledger.field("j", "boarded")) == ("2", "0")
+
+
 def test_a_death_is_charged_to_the_owner_s_own_riders_only(ledger: LedgerOnAClock) -> None:
     lost, kept = ledger.ride("lost"), ledger.ride("kept", tokens=1)
     ledger.let_lease_run_out(lost)

@@ -45,7 +45,7 @@ def test_no_key_of_a_job_is_without_an_expiry_at_any_point_of_its_life(ledger: L
     ledger.step(write(rider, 1))
     ledger.run(ledger.calls.attach(30_000, [("j", "a"), ("nobody", "a")]))
     check()
-    ledger.run(ledger.calls.child_died("g", "x", [rider]))
+    ledger.run(ledger.calls.child_died("w1.1", "x", [rider]))
     ledger.run(ledger.calls.release(rider))
     check()
     rider = ledger.claim("j")

@@ -67,7 +67,7 @@ def test_the_old_owner_writes_nothing_after_another_has_claimed(ledger: LedgerOn
     assert ledger.finish(old).verdict == "fenced"
     assert ledger.board(old).verdict == "fenced"
     assert ledger.run(ledger.calls.release(old)) == "fenced"
-    assert ledger.run(ledger.calls.child_died("g", "x", [old]))[0].verdict == "fenced"
+    assert ledger.run(ledger.calls.child_died("w1.1", "x", [old]))[0].verdict == "fenced"
     assert ledger.dump() == before
     assert ledger.step(write(new, 2)).verdict == "ok"
 
@@ -109,7 +109,7 @@ def test_a_record_that_has_expired_gets_no_key_again(ledger: LedgerOnAClock) -> 
     assert ledger.renew(rider).verdict == "fenced"
     assert ledger.run(ledger.calls.release(rider)) == "fenced"
     assert ledger.run(ledger.calls.cancel("j")) == "gone"
-    ledger.run(ledger.calls.child_died("g", "x", [rider]))
+    ledger.run(ledger.calls.child_died("w1.1", "x", [rider]))
     ledger.run(ledger.calls.unclaimed("j"))
     assert ledger.dump() == {}
 

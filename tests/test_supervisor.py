@@ -102,6 +102,13 @@ def test_a_process_that_is_killed_from_outside_gets_more_tries_than_one_that_end
     assert [killed.after_death(-9, None) is None for _ in range(20)] == [False] * 19 + [True]
 
 
+def test_kills_from_outside_do_not_use_up_the_tries_of_exits() -> None:
+    policy = RestartPolicy()
+    for _ in range(10):
+        assert policy.after_death(-9, 1.0) is not None
+    assert [policy.after_death(1, None) is None for _ in range(5)] == [False] * 4 + [True]
+
+
 @pytest.mark.parametrize("returncode", [2, 3])
 def test_an_exit_code_that_says_hopeless_gets_no_second_try(returncode: int) -> None:
     assert RestartPolicy().after_death(returncode, None) is None
@@ -488,7 +495,7 @@ def test_a_tenant_that_hangs_does_not_keep_the_server_for_ever(
 def test_a_killed_server_ends_its_guardian_so_that_both_are_started_again(guarded: Guarded) -> None:
     guardian = guarded.start()
     os.kill(guarded.server_pid(), signal.SIGKILL)
-    assert guardian.wait(20) == 1
+    assert guardian.wait(20) == -signal.SIGKILL, "the supervisor would take it for an exit, and give up the fifth"
 
 
 def test_two_guardians_never_run_two_servers_on_one_folder(guarded: Guarded) -> None:

@@ -6,16 +6,27 @@ loads, that is not enough: the slots are the truth, so kombu is asked to look at
 
 from __future__ import annotations
 
+import time
 from queue import Empty
 from typing import Any
 
 import structlog
 from kombu.transport import redis as kombu_redis
+from kombu.transport import virtual
+from kombu.utils.json import dumps
+from redis.exceptions import OutOfMemoryError
+
+from tasks.broker import InvitingChannel
 
 _log = structlog.get_logger("carpool.broker")
 
 #: Name of the transport option that holds the gate: a function without arguments that says whether to consume.
 GATE_OPTION = "carpool_gate"
+
+
+_NOTE_DELIVERY = """#!lua flags=allow-oom
+redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])"""
 
 
 class GatedQoS(kombu_redis.QoS):
@@ -26,8 +37,25 @@ class GatedQoS(kombu_redis.QoS):
         gate = connection.client.transport_options.get(GATE_OPTION)
         return bool(super().can_consume()) and (gate is None or bool(gate()))
 
+    def append(self, message: Any, delivery_tag: str) -> None:
+        # As kombu does it, but also where memory is used up: refused here, a message that is popped already would be
+        # lost, and the error would end the worker.
+        qos: Any = self
+        delivery = message.delivery_info
+        kept = dumps([message._raw, delivery["exchange"], delivery["routing_key"]])
+        with qos.channel.conn_or_acquire() as client:
+            client.eval(_NOTE_DELIVERY, 2, qos.unacked_index_key, qos.unacked_key, delivery_tag, time.time(), kept)
+        virtual.QoS.append(self, message, delivery_tag)
 
-class ClosingChannel(kombu_redis.Channel):
+    def restore_visible(self, *arguments: Any, **options: Any) -> None:
+        try:
+            super().restore_visible(*arguments, **options)
+        except OutOfMemoryError as error:
+            # what dead workers had taken waits for room; the ledger invites anew in any case
+            _log.debug("unacknowledged_not_restored", error=str(error))
+
+
+class ClosingChannel(InvitingChannel):
     """A channel that is closed at the first try, also where Redis has gone."""
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from celery.worker import state as celery_state
 
-from tasks.invitations import HEADER
+from tasks.broker import INVITATION_HEADER
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def delivery_of(request: Any, message: Any, payload: Any) -> Delivery:
     return Delivery(
         id=str(request.id),
         tag=str(message.delivery_tag),
-        native=HEADER not in (message.headers or {}),
+        native=INVITATION_HEADER not in (message.headers or {}),
         request=request,
         payload=payload,
     )

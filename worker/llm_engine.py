@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from tasks.app import CarpoolCelery
 from tasks.keeper import Keeper
 from tasks.ledger import Rider, SlotAnswer, SyncLedger
-from tasks.redis_clients import connect
+from tasks.redis_clients import connect, is_full
 from tasks.registry import ModelInfo, WorkerInfo, publish_card, register_model
 from tasks.settings import Settings
 from worker.delivery import CelerySide, Delivery
@@ -34,7 +34,7 @@ from worker.model_executor import ChildDied, ChildSaid, ExecutorEvent, GaveUp, M
 from worker.native_tasks import accept_native
 from worker.publisher import Publisher, error_json
 from worker.stop_notices import StopNotices
-from worker.workload_manager import End, RideState, WorkloadManager
+from worker.workload_manager import End, Ride, RideState, WorkloadManager
 
 _log = structlog.get_logger("carpool.engine")
 #: A pass of the loop lasts no longer than this, so that a live engine can be told from a dead one.
@@ -100,6 +100,8 @@ class LLMEngine:
         # state of the engine's thread
         self._generation = 0  # of the child that is ready
         self._postponed: list[Delivery] = []
+        self._unrecorded: list[Delivery] = []  # plain tasks for which a full ledger had no room
+        self._record_at = 0.0
         self._deaths: list[ChildDied] = []
         self._steps_to_accept = 0
         self._unregistered: ModelCard | None = None
@@ -264,13 +266,15 @@ class LLMEngine:
             self._steps_to_accept = 0
         if self._unregistered is not None:
             self._register(self._unregistered)
+        if self._unrecorded and time.monotonic() >= self._record_at:
+            self._postponed.extend(self._unrecorded)
+            self._unrecorded.clear()
         while self._postponed:
             self._take(self._postponed[0])
             del self._postponed[0]
         if self._state == "ready":
             for ride in self._publisher.board():
-                self._progress_at = time.monotonic()
-                self._send(ride.add_command())
+                self._give_to_child(ride)
         if self._away_since is not None:
             _log.info("ledger_is_back", away_s=round(time.monotonic() - self._away_since, 1))
             self._away_since = None
@@ -281,13 +285,27 @@ class LLMEngine:
     def _take(self, delivery: Delivery) -> None:
         if self._publisher.adopt(delivery):
             return
-        if delivery.native and not accept_native(self._ledger, delivery, self._settings):
+        try:
+            is_ours = not delivery.native or accept_native(self._ledger, delivery, self._settings)
+        except ResponseError as error:
+            if not is_full(error):
+                raise
+            self._unrecorded.append(delivery)
+            self._record_at = time.monotonic() + _PASS_S
+            return
+        if not is_ours:
             self.celery_side.given_up(delivery)
             self._keeper.wake(self._settings.pool)
         elif self._slots.num_free <= 0 or self._state != "ready" or self._card is None:
             self._publisher.refuse(delivery)
         else:
-            self._publisher.claim(delivery, self._card.fingerprint, self.incarnation, self.name)
+            ride = self._publisher.claim(delivery, self._card.fingerprint, self.incarnation, self.name)
+            if ride is not None:
+                self._give_to_child(ride)
+
+    def _give_to_child(self, ride: Ride) -> None:
+        self._progress_at = time.monotonic()
+        self._send(ride.add_command())
 
     def _ledger_is_away(self, error: Exception) -> None:
         """Riders keep what they hold, the child waits after a few steps, and the same is tried again."""

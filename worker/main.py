@@ -6,18 +6,21 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import structlog
 from celery import signals
 from celery.worker import state as celery_state
+from redis.exceptions import RedisError
 
 from tasks import keys
 from tasks.app import create_celery
 from tasks.codes import CarpoolError
 from tasks.lifeline import watch_lifeline
 from tasks.logs import configure_logging
-from tasks.redis_clients import check_server, connect
+from tasks.redis_clients import check_server, connect, redacted
 from tasks.settings import Settings
 from worker import remote_control
 from worker.broker import use_gate
@@ -37,9 +40,8 @@ def run(settings: Settings, name: str) -> int:
         CarpoolError: Redis cannot be used.
     """
     configure_logging(settings)
-    client = connect(settings)
-    check_server(client, settings.redis_url)
-    client.close()
+    with _needing_redis(settings), connect(settings) as client:
+        check_server(client, settings.redis_url)
     celery = create_celery(settings)
     celery.set_current()
     celery.set_default()
@@ -59,7 +61,8 @@ def run(settings: Settings, name: str) -> int:
         quiet=True,
     )
     signals.worker_ready.connect(lambda **_: shutdown.install(engine), weak=False)
-    engine.start()
+    with _needing_redis(settings):
+        engine.start()
     watch_lifeline(kill_after_s=settings.drain_s + _AFTER_DRAIN_S)
     try:
         worker.start()
@@ -69,6 +72,17 @@ def run(settings: Settings, name: str) -> int:
         _log.error("worker_cannot_serve", cause=shutdown.cause)
         raise CarpoolError("no_worker", shutdown.cause)
     return int(worker.exitcode or 0)
+
+
+@contextmanager
+def _needing_redis(settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except RedisError as error:
+        where = redacted(settings.redis_url)
+        raise CarpoolError(
+            "redis_unavailable", f"Redis at {where} went away, or takes no writes ({error}): look at its log"
+        ) from error
 
 
 class _Shutdown:

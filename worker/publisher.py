@@ -89,18 +89,25 @@ class Publisher:
         if pool:
             self._pump(pool)
 
-    def claim(self, delivery: Delivery, fingerprint: str, incarnation: str, worker: str) -> None:
-        """Make the job ours and give it a free slot, at the position of its log."""
+    def claim(self, delivery: Delivery, fingerprint: str, incarnation: str, worker: str) -> Ride | None:
+        """Make the job ours and give it a free slot, at the position of its log.
+
+        Returns the ride where it has boarded with its claim: the child is to be given it now.
+        """
         nonce = self._nonces.setdefault(delivery.id, uuid.uuid4().hex)
-        claim = self._ledger.run(self._calls.claim(delivery.id, nonce, fingerprint, incarnation, worker, os.getpid()))
+        claim = self._ledger.run(
+            self._calls.claim(
+                delivery.id, nonce, fingerprint, incarnation, worker, os.getpid(), board=not self._slots.has_suspects
+            )
+        )
         if claim.verdict in ("mismatch", "newer"):
             self.refuse(delivery)
             del self._nonces[delivery.id]
-            return
+            return None
         if claim.verdict != "ok":
             self._celery_side.given_up(delivery)
             del self._nonces[delivery.id]
-            return
+            return None
         ride = Ride.from_claim(delivery.id, nonce, claim)
         if claim.k:
             self._read_log(ride)
@@ -111,6 +118,10 @@ class Publisher:
         self._celery_side.started(delivery)
         if claim.stop:
             self.stop(ride, claim.stop)
+        if not claim.boarded or ride.state is not RideState.CLAIMED:
+            return None
+        ride.boarded()
+        return ride
 
     def _read_log(self, ride: Ride) -> None:
         """The tokens that the job already has."""

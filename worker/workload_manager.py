@@ -190,6 +190,11 @@ class WorkloadManager:
     def rides(self) -> tuple[Ride, ...]:
         return tuple(self._rides.values())
 
+    @property
+    def has_suspects(self) -> bool:
+        """A process died with one of the rides near where it is: boarding goes one at a time."""
+        return any(self._suspicious(ride) for ride in self._rides.values())
+
     def get(self, id: str) -> Ride | None:
         return self._rides.get(id)
 

@@ -6,7 +6,7 @@ The engine is loaded in a spawned process, as the product does it, so that the b
 from __future__ import annotations
 
 import multiprocessing
-import signal
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,7 +120,9 @@ def generate(engine: Engine, bodies: Sequence[Mapping[str, Any]]) -> Ran:
 
 
 def _main(settings: dict[str, Any], connection: Connection[Any, Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bench, which then closes the pipe
+    # As the product's processes: where the kernel shares a busy machine out by session, one side would get more of it.
+    # It also leaves Ctrl-C to the bench, which then closes the pipe.
+    os.setsid()
     used = Settings(**settings)
     try:
         engine = engine_module(used.engine).load(used, lambda phase, fraction: None)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ops.text import table
 
@@ -23,24 +23,34 @@ _PACKAGES: Final = ("carpool", "celery", "kombu", "redis", "fastapi", "uvicorn",
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a figure has to be: at least, or at most, `bound`."""
+    """What a figure has to be, compared with `bound`."""
 
+    relation: Literal[">=", ">", "<="]
     bound: float
-    at_least: bool = False
 
     def holds(self, value: float) -> bool:
-        return value >= self.bound if self.at_least else value <= self.bound
+        match self.relation:
+            case ">=":
+                return value >= self.bound
+            case ">":
+                return value > self.bound
+            case "<=":
+                return value <= self.bound
 
     def __str__(self) -> str:
-        return f"{'>=' if self.at_least else '<='} {self.bound:g}"
+        return f"{self.relation} {self.bound:g}"
 
 
 def at_least(bound: float) -> Target:
-    return Target(bound, at_least=True)
+    return Target(">=", bound)
+
+
+def more_than(bound: float) -> Target:
+    return Target(">", bound)
 
 
 def at_most(bound: float) -> Target:
-    return Target(bound)
+    return Target("<=", bound)
 
 
 @dataclass(frozen=True, slots=True)

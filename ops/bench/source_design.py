@@ -22,7 +22,7 @@ from ops.bench.command import Findings, Options, run_bench, say
 from ops.bench.engine_loop import EngineLoop
 from ops.bench.instance import READY_S, BenchInstance
 from ops.bench.prompts import generate_bodies, stream_bodies
-from ops.bench.report import Figure, Target, at_least, median_of, ratio_of
+from ops.bench.report import Figure, Target, at_least, median_of, more_than, ratio_of
 from ops.client import ApiClient
 from ops.embedded_redis import free_port
 from ops.errors import OperationError
@@ -38,7 +38,7 @@ GENERATE_LOADS: Final = {1: 2, 4: 4, 10: 12}
 _GENERATE_SLOTS: Final = 4
 _GENERATE_TARGET: Final = at_least(4)
 #: More clients, up to the slots, have to give more requests/s.
-_GROWS: Final = at_least(1)
+_GROWS: Final = more_than(1)
 _STOP_S: Final = 15.0
 
 

@@ -1,8 +1,8 @@
 """The source design's Model worker: a process that computes the whole text again for every token.
 
 As the source page describes it, without its faults that have nothing to do with speed: prompts are padded on the left,
-the model runs as transformers loads it, in the number format of the side that it is compared with, and only the last
-position's logits are computed. Token ids stay ids, so nothing is tokenised twice.
+and token ids stay ids, so nothing is tokenised twice. The model is called as transformers loads it, in the number
+format of the side that it is compared with, and builds no cache that nobody would read.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class TransformersSourceModel:
         self._torch: Any = importlib.import_module("torch")
         transformers: Any = importlib.import_module("transformers")
         transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         manager: Any = importlib.import_module("worker.model_manager")
         device = manager.choose_device(settings.device)
         dtype = manager.choose_dtype(settings.dtype, device)
@@ -83,7 +84,6 @@ class TransformersSourceModel:
                 attention_mask=mask.to(self._device),
                 position_ids=(mask.cumsum(-1) - 1).clamp(min=0).to(self._device),
                 use_cache=False,
-                logits_to_keep=1,
             ).logits[:, -1]
             probabilities = torch.softmax(logits.float() / temperature, dim=-1)
             drawn: list[int] = torch.multinomial(probabilities, 1)[:, 0].tolist()

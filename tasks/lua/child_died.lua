@@ -1,8 +1,9 @@
 -- The Model worker process died under its riders: one atomic call, after the parent has sent what it still held.
 -- ARGV[2]: generation of the dead process, ARGV[3]: cause, ARGV[4]: number of riders; then id, epoch, nonce a rider.
--- A rider whose died_gen is this generation was dealt with before; a call whose riders are all skipped changes nothing.
+-- A rider whose died_gen is this generation, or a later one of this owner, was dealt with before: a call that comes twice,
+-- or so late that the next process has died meanwhile, changes nothing. Generations are `<incarnation>.<number>`.
 -- Returns, per rider, {verdict, strikes, struck_at}: back (may board again), ended, fenced.
-local generation, cause = ARGV[2], ARGV[3]
+local generation, cause = tonumber(string.match(ARGV[2], '%d+$')), ARGV[3]
 local riders, results, some_young = {}, {}, false
 for i = 1, tonumber(ARGV[4]) do
   local a = 5 + (i - 1) * 3
@@ -12,7 +13,7 @@ for i = 1, tonumber(ARGV[4]) do
   if not owned(j, ARGV[a + 1], ARGV[a + 2]) then
     local ended = j.owner == ARGV[a + 2] and j.status ~= 'running' and j.status ~= 'queued'
     results[i] = { ended and 'ended' or 'fenced', '0', '-1' }
-  elseif j.died_gen == generation then
+  elseif j.died_gen ~= '' and generation <= tonumber(j.died_gen) then
     results[i] = { 'back', j.strikes, j.struck_at }
   else
     j.id, j.i, j.key = id, i, KEYS[i]
@@ -23,7 +24,7 @@ for i = 1, tonumber(ARGV[4]) do
 end
 for _, j in ipairs(riders) do
   local charged = j.young or (not some_young and j.boarded ~= '')
-  redis.call('HSET', j.key, 'died_gen', generation)
+  redis.call('HSET', j.key, 'died_gen', int(generation))
   local ended = false
   if charged then
     ended = charge(j.id, cause)
