@@ -61,6 +61,9 @@ def strategy(task: Task[..., Any], app: Any, consumer: Any, **_: Any) -> Callabl
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             # whoever may write to the broker could end the worker with it; so Celery drops the message and says so
             raise InvalidTaskError(f"the message is no task: {error}") from error
+        task_reserved(request)
+        # first, so that the claim does not wait for the event; "task-started" comes through this thread, after it
+        engine.offer(delivery_of(request, message, payload))
         signals.task_received.send(sender=consumer, request=request)
         if eventer and eventer.enabled:
             eventer.send(
@@ -76,9 +79,7 @@ def strategy(task: Task[..., Any], app: Any, consumer: Any, **_: Any) -> Callabl
                 eta=None,
                 expires=None,
             )
-        task_reserved(request)
         for callback in callbacks:
             callback(request)
-        engine.offer(delivery_of(request, message, payload))
 
     return handle
