@@ -18,7 +18,7 @@ HEAVY = ("torch", "transformers", "vllm", "accelerate", "safetensors", "gguf")
 TORCH_FREE = {
     "the contract": tuple(f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)),
     "the API": ("api.app", "api.server"),
-    "the LLM engine": ("worker.main", "worker.llm_engine", "worker.model_executor", "worker.strategy"),
+    "the LLM engine": ("worker.main", "worker.serve", "worker.llm_engine", "worker.model_executor", "worker.strategy"),
     "the simulated engine": ("worker.engines.simulated",),
     "the supervisor": ("ops.cli", "ops.up", "ops.supervisor", "ops.status"),
 }

@@ -75,19 +75,30 @@ class LLMEngine:
         drained: set once a drain, or the end of the model process, has left no ride behind.
     """
 
-    def __init__(self, settings: Settings, celery: CarpoolCelery, name: str, on_gave_up: Callable[[str], None]) -> None:
-        """`on_gave_up` is called, from the engine's thread, where this worker cannot go on, with the cause."""
+    def __init__(
+        self,
+        settings: Settings,
+        celery: CarpoolCelery,
+        name: str,
+        on_gave_up: Callable[[str], None],
+        executor: ModelExecutor,
+        inbox: queue.SimpleQueue[_Event],
+    ) -> None:
+        """`executor` is started, and its events come to `inbox`.
+
+        `on_gave_up` is called, from the engine's thread, where this worker cannot go on, with the cause.
+        """
         self.celery_side = CelerySide()
         self.incarnation = uuid.uuid4().hex
         self.name = name
         self.drained = threading.Event()
         self._settings = settings
         self._on_gave_up = on_gave_up
-        self._inbox: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._inbox = inbox
         self._client = connect(settings)
         self._ledger = SyncLedger(self._client, settings)
         self._slots = WorkloadManager(settings.max_batch_size, settings.run_ahead_steps)
-        self._executor = ModelExecutor(settings, self._inbox.put)
+        self._executor = executor
         self._keeper = Keeper(settings, celery)
         self._publisher = Publisher(
             self._ledger, self._slots, self.celery_side, self._send, self._keeper.wake, settings.pool
@@ -123,7 +134,7 @@ class LLMEngine:
     # --- from other threads -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Register the pool, so that its jobs are accepted from now on, and load the model."""
+        """Register the pool, so that its jobs are accepted from now on, and take part."""
         info = ModelInfo(self._settings.pool, self._settings.model, self._settings.engine, registered_at=time.time())
         register_model(self._client, info)
         self._keeper.start()
@@ -131,7 +142,6 @@ class LLMEngine:
         self._renewal.start()
         self._notices.start()
         self._thread.start()
-        self._executor.start()
 
     def offer(self, delivery: Delivery) -> None:
         """A message has come."""

@@ -1,123 +1,33 @@
-"""The Celery worker of a generation pool: pool solo, concurrency 1, one unacknowledged message a slot."""
+"""Entry of a generation worker: the model begins to load, and beside it everything else is imported and connected."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+import queue
+from typing import Any
 
-import structlog
-from celery import signals
-from celery.worker import state as celery_state
-from redis.exceptions import RedisError
-
-from tasks import keys
-from tasks.app import create_celery
-from tasks.codes import CarpoolError
-from tasks.lifeline import watch_lifeline
 from tasks.logs import configure_logging
-from tasks.redis_clients import check_server, connect, redacted
 from tasks.settings import Settings
-from worker import remote_control
-from worker.broker import use_gate
-from worker.llm_engine import LLMEngine
+from worker.model_executor import ModelExecutor
 
-_log = structlog.get_logger("carpool.worker")
-#: A worker whose supervisor is gone may take so long to end after its drain.
-_AFTER_DRAIN_S = 20.0
+_CLOSE_S = 5.0
 
 
 def run(settings: Settings, name: str) -> int:
     """Serve until drained (SIGTERM, SIGINT, the end of the supervisor). Returns the exit code.
 
-    0 after a drain, 3 where the model cannot be served; a second signal ends the process at once.
+    0 after a drain; a second signal ends the process at once.
 
     Raises:
-        CarpoolError: Redis cannot be used.
+        CarpoolError: Redis cannot be used, or the model cannot be served.
     """
     configure_logging(settings)
-    with _needing_redis(settings), connect(settings) as client:
-        check_server(client, settings.redis_url)
-    celery = create_celery(settings)
-    celery.set_current()
-    celery.set_default()
-    shutdown = _Shutdown()
-    engine = LLMEngine(settings, celery, name, shutdown.give_up)
-    celery.llm_engine = engine
-    use_gate(celery.conf, engine.wants_messages)
-    remote_control.install(celery, settings)
-    worker = celery.Worker(
-        hostname=f"{name}@{socket.gethostname()}",
-        pool="solo",
-        concurrency=1,
-        queues=[keys.queue(settings.pool), keys.NATIVE_QUEUE],
-        loglevel="WARNING",
-        without_gossip=True,
-        without_mingle=True,
-        quiet=True,
-    )
-    signals.worker_ready.connect(lambda **_: shutdown.install(engine), weak=False)
-    with _needing_redis(settings):
-        engine.start()
-    watch_lifeline(kill_after_s=settings.drain_s + _AFTER_DRAIN_S)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    executor = ModelExecutor(settings, inbox.put)
+    executor.start()
     try:
-        worker.start()
+        # Celery's imports take a second that the model's own can use
+        from worker.serve import serve
+
+        return serve(settings, name, executor, inbox)
     finally:
-        engine.close()
-    if shutdown.cause:
-        _log.error("worker_cannot_serve", cause=shutdown.cause)
-        raise CarpoolError("no_worker", shutdown.cause)
-    return int(worker.exitcode or 0)
-
-
-@contextmanager
-def _needing_redis(settings: Settings) -> Iterator[None]:
-    try:
-        yield
-    except RedisError as error:
-        where = redacted(settings.redis_url)
-        raise CarpoolError(
-            "redis_unavailable", f"Redis at {where} went away, or takes no writes ({error}): look at its log"
-        ) from error
-
-
-class _Shutdown:
-    """From the first signal to Celery's warm shutdown: the event loop goes on until the engine has drained."""
-
-    def __init__(self) -> None:
-        self.cause = ""
-        self._engine: LLMEngine | None = None
-        self._asked = threading.Event()
-
-    def install(self, engine: LLMEngine) -> None:
-        """Take the signals over from Celery, whose warm shutdown would end the event loop first."""
-        self._engine = engine
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        threading.Thread(target=self._end_when_drained, name="carpool-shutdown", daemon=True).start()
-        if self.cause:
-            engine.drain()
-
-    def give_up(self, cause: str) -> None:
-        """The engine cannot go on."""
-        self.cause = self.cause or cause
-        if self._engine is not None:
-            self._engine.drain()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked.is_set():
-            os._exit(128 + number)
-        self._asked.set()
-        if self._engine is not None:
-            self._engine.drain()
-
-    def _end_when_drained(self) -> None:
-        if self._engine is None:
-            return
-        self._engine.drained.wait()
-        setattr(celery_state, "should_stop", os.EX_OK)  # noqa: B010 - its stub says None
-        self._engine.celery_side.wake()
+        executor.close(_CLOSE_S)
