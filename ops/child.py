@@ -32,6 +32,7 @@ class ChildGaveUp(OperationError):
 class RestartPolicy:
     """When to start a dead process again. The wait doubles from `first_s` to `longest_s`.
 
+    One that was killed from outside while it served waits `longest_after_kill_s` at most: nothing is wrong with it.
     A process that was ready for `healthy_s` starts anew at the first wait. One that ends by itself `most_exits` times
     in a row without that is given up; one that is killed from outside gets `most_kills` tries: that says less about it.
     One that says that Redis was away is started again every `unavailable_s`, without end.
@@ -39,6 +40,7 @@ class RestartPolicy:
 
     first_s: float = 0.25
     longest_s: float = 10.0
+    longest_after_kill_s: float = 2.0
     healthy_s: float = 10.0
     most_exits: int = 5
     most_kills: int = 20
@@ -71,7 +73,8 @@ class RestartPolicy:
             return None
         if self.exits >= self.most_exits or self.kills >= self.most_kills:
             return None
-        return float(min(self.longest_s, self.first_s * 2 ** (self.deaths - 1)))
+        longest_s = self.longest_after_kill_s if returncode < 0 and ready_s is not None else self.longest_s
+        return float(min(longest_s, self.first_s * 2 ** (self.deaths - 1)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,10 +113,10 @@ class LedgerOnAClock(SyncLedger):
         return self.accept(id, jobs=[Job(i, '{"prompt": "x"}') for i in range(n)], is_group=True, **more)
 
     def try_claim(
-        self, id: str = "j", nonce: str = "", fingerprint: str = PRINT, worker: str = "w1", pid: int = 1
+        self, id: str = "j", nonce: str = "", fingerprint: str = PRINT, worker: str = "w1", board: bool = False
     ) -> tuple[Claim, str]:
         nonce = nonce or f"nonce{next(self._nonces)}"
-        return self.run(self.calls.claim(id, nonce, fingerprint, worker, worker, pid)), nonce
+        return self.run(self.calls.claim(id, nonce, fingerprint, worker, worker, 1, board=board)), nonce
 
     def claim(self, id: str = "j", **more: Any) -> Rider:
         """Claim a job that is there to be claimed."""

@@ -166,6 +166,18 @@ CLAIM = (
         (test_ledger.test_a_death_before_boarding_after_a_ride_is_no_strike,),
     ),
     Mutation(
+        "claim: suspects wait for their turn to board",
+        "two suspects would board at once, and the next death would have two who may have caused it",
+        one("if R.board and struck.strikes == '0' then", "if R.board then"),
+        (test_ledger.test_a_claim_does_not_board_a_job_that_something_died_with,),
+    ),
+    Mutation(
+        "claim: boarding with the claim is recorded",
+        "nobody would know that a dead process held the job",
+        one("  redis.call('HSET', key, 'boarded', boarded)\n"),
+        (test_ledger.test_a_claim_may_board_a_job_in_the_same_call_and_says_so_again,),
+    ),
+    Mutation(
         "claim: bounded claims",
         "a job whose workers die before it boards would never end",
         one("if claims > C.max_claims then", "if false then"),

@@ -59,6 +59,7 @@ class Answer(NamedTuple):
     k: int = 0
     stop: bool = False
     epoch: int = 0
+    boarded: bool = False
 
 
 class Ride(NamedTuple):
@@ -103,7 +104,11 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What may happen in one exploration. `poison_at`: the token at which the job kills its child, 0: never."""
+    """What may happen in one exploration.
+
+    `poison_at`: the token at which the job kills its child, 0: never. `claims_board`: a claim boards what nothing died
+    with, as where no rider is under suspicion.
+    """
 
     tokens: int = 2
     run_ahead: int = 1
@@ -111,6 +116,7 @@ class Setting:
     poison_at: int = 0
     cancels: bool = False
     loses_tails: bool = False
+    claims_board: bool = True
     kinds: frozenset[str] = frozenset(
         {"crash", "child", "pause", "drain", "request", "reply", "late", "message", "outage"}
     )
@@ -149,7 +155,7 @@ def _claim(ledger: Ledger, call: Call, in_grace: bool, setting: Setting) -> tupl
     if ledger.status not in LIVE:
         return ledger, Answer("ended")
     if ledger.status == "running" and ledger.owner == call.nonce:
-        return ledger, Answer("ok", ledger.k, ledger.stop, ledger.epoch)
+        return ledger, Answer("ok", ledger.k, ledger.stop, ledger.epoch, ledger.boarded >= 0)
     out = ledger.status == "running" and (not ledger.leased or "lease" in setting.without)
     if not (ledger.status == "queued" or (out and not in_grace)):
         return ledger, Answer("taken")
@@ -159,10 +165,11 @@ def _claim(ledger: Ledger, call: Call, in_grace: bool, setting: Setting) -> tupl
         ledger = _charge(ledger, setting)
         if ledger.status not in LIVE:
             return ledger, Answer("ended")
+    boarded = ledger.k if call.board and not ledger.strikes else -1
     ledger = ledger._replace(
-        status="running", epoch=ledger.epoch + 1, owner=call.nonce, leased=True, boarded=-1, died_gen=0
+        status="running", epoch=ledger.epoch + 1, owner=call.nonce, leased=True, boarded=boarded, died_gen=0
     )
-    return ledger, Answer("ok", ledger.k, False, ledger.epoch)
+    return ledger, Answer("ok", ledger.k, False, ledger.epoch, boarded >= 0)
 
 
 def _step(ledger: Ledger, call: Call, setting: Setting) -> tuple[Ledger, Answer]:

@@ -154,7 +154,7 @@ def _calls(ride: Ride, setting: Setting) -> Iterator[tuple[str, Call]]:
     mine = Call("step", ride.nonce, ride.epoch, first=ride.sent + 1)
     news = ride.held - ride.sent
     if ride.place == "claiming":
-        yield "claim", Call("claim", ride.nonce)
+        yield "claim", Call("claim", ride.nonce, board=setting.claims_board)
     elif ride.place == "claimed":
         yield "board", mine._replace(board=True, num_tokens=news)
     elif ride.place in ("boarded", "leaving"):
@@ -187,7 +187,7 @@ def _hear(state: State, i: int) -> State:
     if call.name == "claim":
         if answer.verdict != "ok":
             return _with(state, i, idle._replace(ride=None))
-        place = "out" if answer.stop else "claimed"
+        place = "out" if answer.stop else "boarded" if answer.boarded else "claimed"
         granted = Ride(ride.nonce, answer.epoch, answer.k, answer.k, place, stopping=answer.stop)
         return _with(state, i, idle._replace(ride=granted))
     if answer.verdict in ("fenced", "ended", "released") or answer.k > ride.held:

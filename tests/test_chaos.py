@@ -8,12 +8,15 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from ops.leftovers import processes_of
+from ops.soak.faults import WEIGHTS
 from ops.soak.judge import Verdict, judge
 from ops.soak.observations import FAULT_KINDS, FaultKind, LedgerJob, Leftovers, Sighting, Strike
 from ops.soak.plans import Part, Plan, draw_plan, plan_and_part_of
@@ -242,6 +245,14 @@ def soak(*options: str, folder: Path) -> list[str]:
     return [sys.executable, "-m", "ops.soak", "--json", str(report), *options]
 
 
+def processes_with(tmpdir: str) -> Iterator[str]:
+    """Living processes that have this TMPDIR in their environment, as all of a soak do."""
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("TMPDIR") == tmpdir and process.status() != psutil.STATUS_ZOMBIE:
+                yield " ".join(process.cmdline())
+
+
 @pytest.mark.timeout(400)
 def test_a_short_soak_loses_doubles_gaps_and_leaves_nothing(tmp_path: Path) -> None:
     options = ("--minutes", "0.33", "--seed", "7", "--clients", "12", "--gap", "1.5")
@@ -267,5 +278,13 @@ def test_ctrl_c_ends_a_soak_and_every_process_of_it(tmp_path: Path) -> None:
         until(lambda: "requests" in process.stderr.readline(), "it runs", 120)  # type: ignore[union-attr]
         process.send_signal(signal.SIGINT)
         assert process.wait(90) == 130
-    assert not list(processes_of(str(tmp_path / "carpool-soak-")))
+    assert not list(processes_with(str(tmp_path)))
     assert not list(tmp_path.glob("carpool-soak-*"))
+
+
+def test_the_page_lists_every_kind_of_fault_and_of_finding() -> None:
+    page = (ROOT / "docs" / "durability.md").read_text()
+    for kind in WEIGHTS:
+        assert f"| `{kind}` |" in page, kind
+    for found in FAULT_KINDS:
+        assert f"| {found} |" in page, found

@@ -16,6 +16,8 @@ import pytest
 
 from tests.api_server import events_of
 from tests.instance import Instance, until
+from tests.redis_proxy import RedisProxy
+from tests.redis_server import RedisServer
 from tests.service import Service, eventually, simulated_text
 
 pytestmark = pytest.mark.timeout(240)
@@ -221,3 +223,36 @@ def test_a_cancel_of_a_job_whose_owner_is_paused_ends_it_once_its_lease_is_out(s
     assert service.wait_for_end(service.submit("next"))["status"] == "succeeded"
     assert service.view(job) == view
     service.assert_whole(job)
+
+
+def test_a_worker_that_is_cut_off_from_redis_loses_its_jobs_to_another_and_writes_nothing_later(
+    redis_server: RedisServer, service: Service
+) -> None:
+    with RedisProxy(redis_server.port) as proxy:
+        cut_off = service.worker("worker-1", redis_url=proxy.url)
+        jobs = [service.submit(f"number {i}", max_tokens=150) for i in range(3)]
+        unwanted = service.submit("unwanted", max_tokens=5000)
+        for job in (*jobs, unwanted):
+            service.wait_for_token(job, 10)
+        proxy.cut()
+        assert service.cancel(unwanted) == "requested"
+        assert service.view(unwanted)["status"] == "running", "its owner may still compute it"
+        service.worker("worker-2")
+        cancelled = service.wait_for_end(unwanted)
+        assert cancelled["status"] == "cancelled"
+        for job in jobs:
+            service.wait_for_entry(job, lambda entry: entry.kind == "marker" and entry.n > 0)
+        proxy.mend()
+        for i, job in enumerate(jobs):
+            view = service.wait_for_end(job)
+            assert view["text"] == simulated_text(f"number {i}", 7, 150)
+            assert view["attempts"] == 2
+            service.assert_whole(job)
+        service.assert_whole(unwanted)
+        assert service.view(unwanted) == cancelled
+        eventually("it has noticed what it lost", lambda: cut_off.log.read_text().count('"ride_lost"') == 3)
+        eventually("its slots are free again", lambda: len(service.list_workers()) == 2 and service.riding() == 0)
+        more = [service.submit(f"more {i}", max_tokens=100) for i in range(8)]
+        for job in more:
+            service.wait_for_token(job, 1)
+        assert all(service.view(job)["status"] == "running" for job in more), "both workers take jobs"

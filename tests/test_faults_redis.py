@@ -92,6 +92,25 @@ def test_after_an_outage_longer_than_the_leases_riders_go_on_where_they_are(
     eventually("no slot is taken", lambda: service.riding() == 0)
 
 
+def test_cancels_and_deadlines_survive_a_killed_redis(always: RedisServer, service: Service) -> None:
+    service.worker(max_batch_size=2)
+    cancelled = service.submit("cancelled", max_tokens=5000)
+    expiring = service.submit("expiring", max_tokens=5000, deadline_s=4)
+    queued = service.submit("queued", max_tokens=5000)
+    for job in (cancelled, expiring):
+        service.wait_for_token(job, 5)
+    assert service.cancel(queued) == "cancelled"
+    assert service.cancel(cancelled) == "requested"
+    always.kill()
+    always.start()
+    assert service.wait_for_end(cancelled)["status"] == "cancelled"
+    assert service.wait_for_end(expiring)["status"] == "expired"
+    assert service.view(queued)["status"] == "cancelled"
+    for job in (cancelled, expiring, queued):
+        service.assert_whole(job)
+    eventually("no slot is taken", lambda: service.riding() == 0)
+
+
 def test_ten_cuts_of_all_connections_never_make_more_ride_than_there_are_slots(service: Service) -> None:
     service.worker(max_batch_size=3)
     jobs = [service.submit(f"number {i}", max_tokens=120) for i in range(12)]

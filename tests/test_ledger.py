@@ -10,7 +10,7 @@ from tasks import keys
 from tasks.ledger import Rider
 from tasks.redis_clients import is_full
 from tasks.settings import Settings
-from tests.ledger_harness import POOL, LedgerOnAClock, write
+from tests.ledger_harness import POOL, LedgerOnAClock, acceptance, write
 from tests.redis_server import RedisServer
 
 
@@ -29,6 +29,19 @@ def test_an_accepted_job_is_recorded_waits_and_is_due_at_its_deadline(ledger: Le
     assert ledger.client.zrange(keys.wait(POOL), 0, -1) == ["j"]
     assert ledger.due("j") == int(record["deadline"]) == ledger.now_ms + 60_000
     assert ledger.raw_log("j") == []
+
+
+def test_an_acceptance_may_invite_in_the_same_call(ledger: LedgerOnAClock) -> None:
+    def accepted(id: str) -> list[str]:
+        answer = ledger.run(ledger.calls.accept(acceptance(id), invite=True))
+        return [invitation.id for invitation in answer.invitations]
+
+    assert accepted("nobody-is-ready") == []
+    ledger.heartbeat(free=1)
+    assert accepted("first") == ["nobody-is-ready", "first"]
+    assert accepted("second") == ["second"]
+    assert accepted("third") == []
+    assert accepted("first") == []
 
 
 def test_the_same_acceptance_again_changes_nothing(ledger: LedgerOnAClock) -> None:
@@ -131,6 +144,22 @@ def test_the_same_claim_again_is_granted_and_changes_nothing(ledger: LedgerOnACl
     again, _ = ledger.try_claim("j", nonce=nonce)
     assert again == first
     assert ledger.dump() == before
+
+
+def test_a_claim_may_board_a_job_in_the_same_call_and_says_so_again(ledger: LedgerOnAClock) -> None:
+    ledger.run(ledger.calls.release(ledger.ride("j", tokens=2)))
+    claim, nonce = ledger.try_claim("j", board=True)
+    assert (claim.verdict, claim.boarded, ledger.field("j", "boarded")) == ("ok", True, "2")
+    before = ledger.dump()
+    assert ledger.try_claim("j", nonce=nonce, board=True)[0] == claim
+    assert ledger.dump() == before
+
+
+def test_a_claim_does_not_board_a_job_that_something_died_with(ledger: LedgerOnAClock) -> None:
+    ledger.let_lease_run_out(ledger.ride("j"))
+    claim, _ = ledger.try_claim("j", board=True)
+    assert (claim.verdict, claim.boarded, claim.strikes) == ("ok", False, 1)
+    assert ledger.field("j", "boarded") == ""
 
 
 def test_a_job_that_is_ridden_is_taken(ledger: LedgerOnAClock) -> None:

@@ -13,6 +13,7 @@ from tests.protocol_steps import steps
 SETTINGS = {
     "any two faults": Setting(faults=2, tokens=1),
     "any fault and a cancel": Setting(faults=1, cancels=True),
+    "the same with boarding apart from the claim": Setting(faults=1, cancels=True, claims_board=False),
     "any fault and a lost tail": Setting(faults=1, loses_tails=True),
     "a job that kills at its first token, and any fault": Setting(faults=1, poison_at=1),
     "a job that kills at its second token, any fault and a cancel": Setting(faults=1, poison_at=2, cancels=True),
@@ -20,6 +21,7 @@ SETTINGS = {
 
 LARGE = {
     "any two faults and a longer job": Setting(faults=2),
+    "any two faults with boarding apart from the claim": Setting(faults=2, claims_board=False),
     "any two faults and a cancel": Setting(faults=2, cancels=True, tokens=1),
     "three crashes and pauses": Setting(faults=3, tokens=1, kinds=frozenset({"crash", "pause"})),
     "a job that kills at its first token, and any two faults": Setting(faults=2, poison_at=1),
@@ -48,7 +50,7 @@ def test_every_order_of_events_leaves_the_job_whole_and_lets_it_end(name: str) -
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", LARGE)
 def test_so_does_a_larger_space(name: str) -> None:
-    assert explore(LARGE[name], steps, most=2_000_000) > 100_000
+    assert explore(LARGE[name], steps, most=2_000_000) > 20_000
 
 
 @pytest.mark.parametrize("fences", FENCES)

@@ -109,6 +109,12 @@ def test_kills_from_outside_do_not_use_up_the_tries_of_exits() -> None:
     assert [policy.after_death(1, None) is None for _ in range(5)] == [False] * 4 + [True]
 
 
+def test_what_was_killed_while_it_served_is_started_again_soon() -> None:
+    policy = RestartPolicy()
+    assert [policy.after_death(-9, 5.0) for _ in range(6)] == [0.25, 0.5, 1, 2, 2, 2]
+    assert policy.after_death(-9, None) == 10
+
+
 @pytest.mark.parametrize("returncode", [2, 3])
 def test_an_exit_code_that_says_hopeless_gets_no_second_try(returncode: int) -> None:
     assert RestartPolicy().after_death(returncode, None) is None

@@ -64,8 +64,6 @@ def run_bench(name: str, description: str | None, measure: Callable[[Options], F
     options = _parse(name, description, engine)
     for key in [key for key in os.environ if key.startswith(PREFIX) and key not in _KEPT]:
         del os.environ[key]
-    # what the Model worker sets for itself: models on both sides of a comparison wait alike
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     load = os.getloadavg()[0]
     try:
         findings = measure(options)

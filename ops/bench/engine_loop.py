@@ -17,8 +17,8 @@ from typing import Any, Final, Self, cast
 from ops.errors import OperationError
 from tasks.job_request import SamplingParams
 from tasks.settings import Settings
+from worker import model_worker
 from worker.engines.base import Engine, EngineError, EngineSequence
-from worker.model_worker import engine_module
 
 _LOAD_S: Final = 300.0
 _RUN_S: Final = 300.0
@@ -119,13 +119,21 @@ def generate(engine: Engine, bodies: Sequence[Mapping[str, Any]]) -> Ran:
     return Ran(num_tokens, time.perf_counter() - started)
 
 
+def become_model_worker() -> None:
+    """Set this process up as the Model worker does its own, so that the threads of both sides wait in the same way.
+
+    It leaves Ctrl-C to the bench, which then closes the pipe.
+    """
+    model_worker._set_up_process()
+
+
 def _main(settings: dict[str, Any], connection: Connection[Any, Any]) -> None:
     # As the product's processes: where the kernel shares a busy machine out by session, one side would get more of it.
-    # It also leaves Ctrl-C to the bench, which then closes the pipe.
     os.setsid()
+    become_model_worker()
     used = Settings(**settings)
     try:
-        engine = engine_module(used.engine).load(used, lambda phase, fraction: None)
+        engine = model_worker.engine_module(used.engine).load(used, lambda phase, fraction: None)
     except EngineError as error:
         connection.send(str(error))
         return

@@ -8,13 +8,13 @@ format of the side that it is compared with, and builds no cache that nobody wou
 from __future__ import annotations
 
 import importlib
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from ops.bench.engine_loop import become_model_worker
 from tasks.settings import Settings
 from worker.engines.base import EngineError
 from worker.engines.model_source import find_model
@@ -115,7 +115,7 @@ class SimulatedSourceModel:
 
 def main(settings: dict[str, Any], connection: Connection[Any, Any]) -> None:
     """Body of the process: the first message is True, or why there is no model; then an answer to each call."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    become_model_worker()
     used = Settings(**settings)
     try:
         model: SourceModel = SimulatedSourceModel() if used.engine == "simulated" else TransformersSourceModel(used)

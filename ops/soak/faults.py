@@ -30,6 +30,7 @@ WEIGHTS: Final[dict[str, float]] = {
     "redis": 3,
     "all": 1,
     "pause": 2,
+    "terminate": 1,
     "freeze": 1,
     "connections": 3,
     "full memory": 1,
@@ -39,6 +40,7 @@ WEIGHTS: Final[dict[str, float]] = {
 #: Kinds that end a process with SIGKILL.
 KILLS: Final = frozenset({"worker", "model", "api", "redis", "all"})
 _ROLES: Final[tuple[Role, ...]] = ("worker", "model-worker", "api", "redis")
+_PAUSED: Final[tuple[Role, ...]] = ("worker", "worker", "model-worker", "api")
 #: What a dead process sent last is in the ledger by then.
 _LAST_WORDS_S: Final = 0.1
 #: Messages lie in the broker only while no worker has a free slot.
@@ -92,7 +94,8 @@ class Faults:
             "api": lambda: self._kill_one("api"),
             "redis": lambda: self._kill_one("redis"),
             "all": self._kill_all,
-            "pause": lambda: self._stop_one("worker", self._pause_s),
+            "pause": lambda: self._stop_one(self._draw.choice(_PAUSED), self._pause_s),
+            "terminate": self._terminate_one,
             "freeze": lambda: self._stop_one("redis", self._freeze_s),
             "connections": self._kill_connections,
             "full memory": self._fill_memory,
@@ -153,6 +156,16 @@ class Faults:
         identity = self._draw.choice(found)
         rider_of = await self._incarnation_of(role, identity)
         return f"{role} {identity.pid} {rider_of}".rstrip() if self._signal(role, identity) else ""
+
+    async def _terminate_one(self) -> str:
+        """As in a rolling restart: the worker drains and hands back, and the supervisor starts it again."""
+        found = [identity for identity in self._instance.processes("worker") if identity not in self._stopped]
+        process = self._draw.choice(found).process() if found else None
+        if process is None:
+            return ""
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+        return f"worker {process.pid}"
 
     async def _kill_all(self) -> str:
         found = [(role, identity) for role in _ROLES for identity in self._instance.processes(role)]
