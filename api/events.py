@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from tasks.codes import CarpoolError
 from tasks.entries import Entry
-from tasks.ledger import JobState
+from tasks.ledger_types import JobState
 
 #: More children than this in one stream would be hard on everyone: follow them one by one.
 MAX_STREAM_CHILDREN: Final = 16

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from tasks.entries import Entry
-from tasks.ledger import JobState
+from tasks.ledger_types import JobState
 
 
 class Feed:

@@ -21,7 +21,8 @@ from tasks.acceptance import input_json, params_json
 from tasks.codes import CarpoolError
 from tasks.job_request import JobOptions, Message, child_seed, draw_seed
 from tasks.keeper import Keeper
-from tasks.ledger import Acceptance, Accepted, AsyncLedger, Job, script_text
+from tasks.ledger import AsyncLedger, script_text
+from tasks.ledger_types import Acceptance, Accepted, Job
 from tasks.registry import ModelInfo
 from tasks.settings import Settings
 

@@ -19,8 +19,8 @@ from api.schemas import ErrorAnswer, JobPage, JobView, SubmitJob
 from api.service import OWNER, Service, job_not_found, service_of
 from api.waiting import has_ended, wait_for_end
 from tasks import keys
+from tasks.calls import Call
 from tasks.codes import CarpoolError
-from tasks.ledger import Call
 
 _log = structlog.get_logger("carpool.api")
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")

@@ -24,7 +24,7 @@ from api.feed import Feed
 from tasks import keys
 from tasks.codes import CarpoolError
 from tasks.entries import decode
-from tasks.ledger import JobState
+from tasks.ledger_types import JobState
 from tasks.redis_clients import database
 from tasks.settings import Settings
 

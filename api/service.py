@@ -23,7 +23,8 @@ from api.stream import JobEvents, JobStream
 from tasks.app import create_celery
 from tasks.codes import CarpoolError
 from tasks.keeper import Keeper
-from tasks.ledger import AsyncLedger, JobState
+from tasks.ledger import AsyncLedger
+from tasks.ledger_types import JobState
 from tasks.redis_clients import connect_async
 from tasks.settings import Settings
 

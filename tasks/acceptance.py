@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tasks.job_request import JobRequest, SamplingParams, draw_seed
-from tasks.ledger import Acceptance, Job
+from tasks.ledger_types import Acceptance, Job
 from tasks.settings import Settings
 
 #: New tokens of a job that does not say how many.

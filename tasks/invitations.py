@@ -8,7 +8,7 @@ from celery import Celery
 
 from tasks import entries, keys
 from tasks.broker import INVITATION_HEADER
-from tasks.ledger import Invitation
+from tasks.ledger_types import Invitation
 
 
 def invite(celery: Celery, invitations: Sequence[Invitation]) -> None:

@@ -18,7 +18,8 @@ from redis.exceptions import RedisError
 
 from tasks import keys
 from tasks.invitations import invite
-from tasks.ledger import Invitation, SyncLedger
+from tasks.ledger import SyncLedger
+from tasks.ledger_types import Invitation
 from tasks.redis_clients import connect, write_even_when_full
 from tasks.settings import Settings
 

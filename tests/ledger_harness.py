@@ -17,21 +17,10 @@ from typing import Any, TypeVar
 import redis
 
 from tasks import keys
+from tasks.calls import Call
 from tasks.entries import Entry, decode
-from tasks.ledger import (
-    Acceptance,
-    Accepted,
-    Call,
-    Claim,
-    Invitation,
-    Job,
-    Reaped,
-    Rider,
-    SlotAnswer,
-    SlotWrite,
-    SyncLedger,
-    script_text,
-)
+from tasks.ledger import SyncLedger, script_text
+from tasks.ledger_types import Acceptance, Accepted, Claim, Invitation, Job, Reaped, Rider, SlotAnswer, SlotWrite
 from tasks.settings import Settings
 
 T = TypeVar("T")

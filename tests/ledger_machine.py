@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import redis
 
 from tasks import keys
+from tasks.calls import Call
 from tasks.entries import decode
-from tasks.ledger import Call
 from tasks.settings import Settings
 from tests.ledger_harness import (
     POOL,

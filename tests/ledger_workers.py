@@ -16,7 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from tasks import keys
-from tasks.ledger import Call
+from tasks.calls import Call
 from tests.ledger_harness import POOL, PRINT, LedgerOnAClock, token, word
 from worker.delivery import CelerySide, Delivery
 from worker.messages import Abort, Add, Command

@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Self
 
 from tasks import keys
-from tasks.ledger import Rider, SlotWrite, SyncLedger
+from tasks.ledger import SyncLedger
+from tasks.ledger_types import Rider, SlotWrite
 from tasks.redis_clients import connect
 from tasks.registry import ModelInfo, WorkerInfo, register_model, worker_fields
 from tasks.settings import Settings

@@ -7,7 +7,7 @@ import redis
 from redis.exceptions import ResponseError
 
 from tasks import keys
-from tasks.ledger import Rider
+from tasks.ledger_types import Rider
 from tasks.redis_clients import is_full
 from tasks.settings import Settings
 from tests.ledger_harness import POOL, LedgerOnAClock, acceptance, write

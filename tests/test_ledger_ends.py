@@ -6,7 +6,7 @@ import pytest
 import redis
 
 from tasks import keys
-from tasks.ledger import Rider, Survivor
+from tasks.ledger_types import Rider, Survivor
 from tasks.settings import Settings
 from tests.ledger_harness import POOL, LedgerOnAClock, listening, well_formed, write
 

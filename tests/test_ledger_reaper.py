@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from tasks import keys
-from tasks.ledger import Invitation
+from tasks.ledger_types import Invitation
 from tasks.settings import Settings
 from tests.ledger_harness import POOL, LedgerOnAClock, listening, well_formed, write
 

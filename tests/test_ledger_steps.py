@@ -6,7 +6,7 @@ import pytest
 import redis
 
 from tasks import keys
-from tasks.ledger import SlotWrite
+from tasks.ledger_types import SlotWrite
 from tasks.settings import Settings
 from tests.ledger_harness import POOL, LedgerOnAClock, listening, token, well_formed, word, write
 

@@ -15,7 +15,8 @@ from api.relay import Relay
 from tasks import keys
 from tasks.codes import CarpoolError
 from tasks.entries import encode_tokens
-from tasks.ledger import AsyncLedger, JobState
+from tasks.ledger import AsyncLedger
+from tasks.ledger_types import JobState
 from tasks.redis_clients import connect_async
 from tasks.settings import Settings
 from tests.redis_server import RedisServer

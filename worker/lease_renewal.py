@@ -10,7 +10,8 @@ import structlog
 from redis.exceptions import RedisError
 
 from tasks import keys
-from tasks.ledger import Rider, SlotAnswer, SyncLedger
+from tasks.ledger import SyncLedger
+from tasks.ledger_types import Rider, SlotAnswer
 from tasks.redis_clients import connect
 from tasks.settings import Settings
 

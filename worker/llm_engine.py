@@ -22,7 +22,8 @@ from redis.exceptions import RedisError, ResponseError
 
 from tasks.app import CarpoolCelery
 from tasks.keeper import Keeper
-from tasks.ledger import Rider, SlotAnswer, SyncLedger
+from tasks.ledger import SyncLedger
+from tasks.ledger_types import Rider, SlotAnswer
 from tasks.redis_clients import connect, is_full
 from tasks.registry import ModelInfo, WorkerInfo, publish_card, register_model
 from tasks.settings import Settings

@@ -17,7 +17,8 @@ import structlog
 from tasks import keys
 from tasks.codes import CarpoolError
 from tasks.entries import decode
-from tasks.ledger import SlotAnswer, SyncLedger
+from tasks.ledger import SyncLedger
+from tasks.ledger_types import SlotAnswer
 from worker.delivery import CelerySide, Delivery
 from worker.messages import Abort, Command
 from worker.workload_manager import End, Ride, RideState, WorkloadManager

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tasks.job_request import SamplingParams
-from tasks.ledger import Claim, Rider, SlotWrite
+from tasks.ledger_types import Claim, Rider, SlotWrite
 from worker.messages import Add
 
 

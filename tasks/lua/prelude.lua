@@ -5,7 +5,7 @@
 local C = cjson.decode(ARGV[1])
 local P = '{carpool}:'
 local TIME = redis.call('TIME')
--- a test may stand in for the clock; tasks/ledger.py never does
+-- a test may stand in for the clock; tasks/calls.py never does
 if C.clock then TIME = { math.floor(C.clock / 1000), C.clock % 1000 * 1000 } end
 local NOW = tonumber(TIME[1]) * 1000 + math.floor(tonumber(TIME[2]) / 1000)
 local NOW_US = tonumber(TIME[1]) * 1000000 + tonumber(TIME[2])

@@ -1,0 +1,240 @@
+"""The calls of the ledger, with typed arguments and answers: one for each transition of a job (tasks/lua/)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from tasks import entries, keys
+from tasks.ledger_types import (
+    Acceptance,
+    Accepted,
+    Claim,
+    Invitation,
+    JobState,
+    Reaped,
+    Rider,
+    SlotAnswer,
+    SlotWrite,
+    Survivor,
+)
+from tasks.redis_clients import database
+from tasks.settings import Settings
+
+T = TypeVar("T")
+#: An invitation that nobody took for so long counts as lost.
+INVITATION_MS = 3000
+#: A job that waits to be taken up again is looked at at least this often: what bounds its next ride.
+LOOK_AGAIN_MS = 10_000
+#: So long must a pool's ready workers have lacked a job's model until the job is ended.
+MODEL_GONE_MS = 60_000
+MAX_DEADLINE_S = 7 * 86400
+TOMBSTONE_S = 7 * 86400
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One call of a script: its name, the records it speaks of, its arguments, and how to read its answer."""
+
+    script: str
+    keys: tuple[str, ...]
+    args: tuple[str | int, ...]
+    parse: Callable[[Any], T]
+
+
+class Calls:
+    """Builds the calls of the ledger, with this installation's constants."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.db = database(settings.redis_url)
+        self._config = json.dumps(
+            {
+                "db": self.db,
+                "version": entries.VERSION,
+                "lease": round(settings.lease_s * 1000),
+                "grace": round(settings.grace_s * 1000),
+                "tick_stale": round(max(3.0, 3 * settings.reaper_tick_s) * 1000),
+                "retention": round(settings.retention_s * 1000),
+                "idempotency": round(settings.idempotency_s * 1000),
+                "tombstone": TOMBSTONE_S * 1000,
+                "deadline_most": MAX_DEADLINE_S * 1000,
+                "invitation": INVITATION_MS,
+                "look_again": LOOK_AGAIN_MS,
+                "model_gone": MODEL_GONE_MS,
+                "run_ahead": settings.run_ahead_steps,
+                "max_attempts": settings.max_attempts,
+                "max_deaths": settings.max_deaths,
+                "max_claims": settings.max_claims,
+            },
+            separators=(",", ":"),
+        )
+
+    def _call(self, script: str, ids: Sequence[str], args: Sequence[str | int], parse: Callable[[Any], T]) -> Call[T]:
+        return Call(script, tuple(keys.record(id) for id in ids), (self._config, *args), parse)
+
+    def accept(self, request: Acceptance, *, invite: bool = False) -> Call[Accepted]:
+        """Record a job or a group: accepted means recorded. With `invite` the pool is pumped in the same call."""
+        body: dict[str, Any] = {
+            "id": request.id,
+            "pool": request.pool,
+            "model": request.pool,
+            "params": request.params,
+            "seeds": [str(job.seed) for job in request.jobs],
+            "seed": str(request.seed if request.is_group else request.jobs[0].seed),
+            "deadline": round(request.deadline_s * 1000),
+            "group": request.is_group,
+            "default_tokens": "1" if request.tokens_are_default else "",
+            "metadata": request.metadata,
+            "key": request.owner,
+            "user": request.user,
+            "idem": request.idempotency,
+            "body": request.body_hash,
+            "native": "1" if request.native else "",
+            "invite": invite,
+        }
+        ids = [f"{request.id}.{i}" for i in range(len(request.jobs))] if request.is_group else [request.id]
+        args = (json.dumps(body, ensure_ascii=False), *(job.input for job in request.jobs))
+        return self._call("accept", ids, args, lambda answer: _parse_accepted(answer, request.pool))
+
+    def claim(
+        self, id: str, nonce: str, fingerprint: str, incarnation: str, worker: str, pid: int, *, board: bool = False
+    ) -> Call[Claim]:
+        """Make this worker the one owner of a job. With `board` one that nothing died with boards in the same call."""
+        asked = {
+            "id": id,
+            "nonce": nonce,
+            "fingerprint": fingerprint,
+            "incarnation": incarnation,
+            "worker": worker,
+            "pid": pid,
+            "board": board,
+        }
+        return self._call("claim", [id], (json.dumps(asked),), _parse_claim)
+
+    def step(self, writes: Sequence[SlotWrite]) -> Call[list[SlotAnswer]]:
+        """One decoding step of all slots. A slot's error does not touch the others."""
+        args: list[str | int] = [len(writes)]
+        for write in writes:
+            args.extend(write.arguments())
+        return self._call("step", [write.id for write in writes], args, _parse_slots)
+
+    def renew(self, riders: Sequence[Rider]) -> Call[list[SlotAnswer]]:
+        """Renew the leases of these riders: a step without tokens that does not look at their position."""
+        return self.step([SlotWrite(rider.id, rider.epoch, rider.nonce, first=0) for rider in riders])
+
+    def child_died(self, generation: str, cause: str, riders: Sequence[Rider]) -> Call[list[Survivor]]:
+        """The Model worker died under these riders: charge those who may have caused it.
+
+        `generation` is `<incarnation>.<number>`; the numbers of one incarnation rise.
+        """
+        args: list[str | int] = [generation, cause, len(riders)]
+        for rider in riders:
+            args.extend((rider.id, rider.epoch, rider.nonce))
+        return self._call(
+            "child_died",
+            [rider.id for rider in riders],
+            args,
+            lambda answer: [Survivor(verdict, int(strikes), int(at)) for verdict, strikes, at in answer],
+        )
+
+    def release(self, rider: Rider) -> Call[str]:
+        """Hand a job back, without a charge. Answers released, fenced, or the status that a stop ended it with."""
+        return self._call("release", [rider.id], (rider.id, rider.epoch, rider.nonce), str)
+
+    def cancel(self, id: str) -> Call[str]:
+        """Cancel a job or a group. Answers its status where it has ended, `requested`, or `gone`."""
+        return self._call("cancel", [id], (id,), str)
+
+    def fail(self, id: str, error: dict[str, Any]) -> Call[str]:
+        """End a queued job that cannot be run at all. Answers ended or no."""
+        return self._call("fail", [id], (id, json.dumps(error, ensure_ascii=False)), str)
+
+    def unclaimed(self, id: str) -> Call[str]:
+        """An invitation was taken and the job not: forget the mark. Answers the job's pool, or ""."""
+        return self._call("unclaimed", [id], (id,), str)
+
+    def pump(self, pool: str, incarnation: str = "", free: int = 0) -> Call[list[Invitation]]:
+        """Mark the next waiting jobs of a pool as invited; a worker says its free slots along with it."""
+        args = (pool, incarnation, free)
+        return self._call("pump", [], args, lambda answer: [Invitation(id, pool) for id in answer])
+
+    def reap(self) -> Call[Reaped]:
+        """Look at up to 50 due jobs."""
+        return self._call(
+            "reap",
+            [],
+            (),
+            lambda answer: Reaped(
+                int(answer[0]), tuple(Invitation(*pair) for pair in zip(answer[1::2], answer[2::2], strict=True))
+            ),
+        )
+
+    def heartbeat(self, incarnation: str, pools: Sequence[str], ttl_ms: int, state: dict[str, str]) -> Call[bool]:
+        """Say that a worker lives. True where its pools are to be pumped."""
+        body = {"incarnation": incarnation, "pools": list(pools), "ttl": ttl_ms, "fields": state}
+        return self._call("heartbeat", [], (json.dumps(body),), bool)
+
+    def forget(self, id: str, owner: str = "all") -> Call[str]:
+        """Delete an ended job or group. Answers forgotten, gone, riding (not ended) or child (part of a group)."""
+        return self._call("forget", [id], (id, owner), str)
+
+    def look(self, ids: Sequence[str]) -> Call[list[JobState | None]]:
+        """How these jobs stand, None where there is no such job."""
+        return self._call("look", [], tuple(ids), lambda answer: [_parse_state(*one) for one in answer])
+
+    def attach(self, ttl_ms: int, waiting: Sequence[tuple[str, str]]) -> Call[str]:
+        """Note for (job, member) pairs that somebody waits for the job, for `ttl_ms`."""
+        return self._call("attach", [], (ttl_ms, *(part for pair in waiting for part in pair)), str)
+
+    def detach(self, id: str, member: str = "") -> Call[int]:
+        """Somebody no longer waits. Answers how many others do."""
+        return self._call("detach", [], (id, member), int)
+
+    def view(self, ids: Sequence[str]) -> Call[list[dict[str, Any] | None]]:
+        """The object of `GET /jobs/{id}` for each id, None where there is none."""
+        return self._call("view", [], tuple(ids), lambda answer: [json.loads(one) if one else None for one in answer])
+
+    def list(self, owner: str, cursor: str, size: int) -> Call[tuple[list[dict[str, Any]], str]]:
+        """A page of an owner's jobs, newest first, and the cursor of the next page ("" at the end)."""
+        start = f"({cursor}" if cursor else "+inf"
+        return self._call(
+            "list", [], (owner, start, size), lambda answer: ([json.loads(one) for one in answer[1:]], str(answer[0]))
+        )
+
+
+def _parse_accepted(answer: list[str], pool: str) -> Accepted:
+    verdict, id, *invited = answer
+    return Accepted(verdict, id, tuple(Invitation(one, pool) for one in invited))
+
+
+def _parse_claim(answer: list[str]) -> Claim:
+    verdict = str(answer[0])
+    if verdict != "ok":
+        return Claim(verdict)
+    epoch, k, strikes, struck_at, stop, deadline, params, seed, given, default_tokens, boarded = answer[1:]
+    return Claim(
+        verdict,
+        epoch=int(epoch),
+        k=int(k),
+        strikes=int(strikes),
+        struck_at=int(struck_at),
+        stop=stop,
+        deadline_ms=int(deadline),
+        params=json.loads(params),
+        seed=int(seed),
+        input=json.loads(given),
+        tokens_are_default=bool(default_tokens),
+        boarded=bool(boarded),
+    )
+
+
+def _parse_state(status: str, k: str, lease_ms: str, position: str, has_worker: str) -> JobState | None:
+    if not status:
+        return None
+    return JobState(status, int(k), int(lease_ms), int(position), bool(has_worker))
+
+
+def _parse_slots(answer: list[list[str]]) -> list[SlotAnswer]:
+    return [SlotAnswer(verdict, int(k) if str(k).isdecimal() else -1, str(stop)) for verdict, k, stop in answer]

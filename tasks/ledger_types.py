@@ -1,0 +1,193 @@
+"""What goes into the ledger's calls and what comes out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tasks import entries
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job to be accepted. `input` is `{"prompt": …}` or `{"messages": …}` as JSON."""
+
+    seed: int
+    input: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """A request to accept one job, or a group of them (`is_group`; the children are `<id>.<i>`).
+
+    Attributes:
+        params: the sampling parameters as JSON, without the seed.
+        tokens_are_default: max_tokens was not asked for, so the worker may clamp it to the context.
+        deadline_s: from now.
+        owner: whose list the job stands in (an API key's id; "all" without keys).
+        user: the caller's own name for whoever asks; recorded without effect.
+        idempotency, body_hash: hash of scope and key, hash of the canonical body; "" without a key.
+    """
+
+    id: str
+    pool: str
+    params: str
+    jobs: Sequence[Job]
+    deadline_s: float
+    is_group: bool = False
+    seed: int = 0
+    tokens_are_default: bool = False
+    metadata: str = ""
+    owner: str = "all"
+    user: str = ""
+    idempotency: str = ""
+    body_hash: str = ""
+    native: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """A job that a Celery message is to be sent for."""
+
+    id: str
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """ok: new. again: this id or idempotency key is known, `id` is its job. conflict: known with another body.
+
+    tomb: a task of that id was sent with plain Celery, has ended, and its record is gone. `invitations` are to be sent.
+    """
+
+    verdict: str
+    id: str
+    invitations: tuple[Invitation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The answer to a claim. `verdict`: ok, gone, ended, taken, mismatch (other model), newer (other release).
+
+    The rest is set for ok: the epoch of this ride, tokens in the log, deaths so far, a stop that is wanted ("" or a
+    final status), the deadline in ms, what to generate, and whether it has boarded.
+    """
+
+    verdict: str
+    epoch: int = 0
+    k: int = 0
+    strikes: int = 0
+    struck_at: int = -1
+    stop: str = ""
+    deadline_ms: int = 0
+    params: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    input: dict[str, Any] = field(default_factory=dict)
+    tokens_are_default: bool = False
+    boarded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWrite:
+    """What one decoding step writes for one slot. Without ids it renews, with a `final` status it ends the job.
+
+    Attributes:
+        first: index of the first of `ids` (or of the next token): must be the ledger's k + 1.
+        board: the sequence is about to be given to the child.
+        texts: one per id.
+        final: "" or succeeded, failed, cancelled, expired; only with every token in.
+        tail: text that was still held back.
+        error: the error as JSON where `final` is failed.
+    """
+
+    id: str
+    epoch: int
+    nonce: str
+    first: int
+    ids: tuple[int, ...] = ()
+    texts: tuple[str, ...] = ()
+    board: bool = False
+    prompt_tokens: int | None = None
+    final: str = ""
+    finish_reason: str = ""
+    tail: str = ""
+    error: str = ""
+
+    def arguments(self) -> tuple[str | int, ...]:
+        data = entries.encode_tokens(self.first + len(self.ids) - 1, self.ids, self.texts) if self.ids else ""
+        return (
+            self.id,
+            self.epoch,
+            self.nonce,
+            "1" if self.board else "",
+            "" if self.prompt_tokens is None else self.prompt_tokens,
+            self.first,
+            len(self.ids),
+            data,
+            "".join(self.texts),
+            self.final,
+            self.finish_reason,
+            self.tail,
+            self.error,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAnswer:
+    """ok; at (the ledger holds `k`: send again from there); ended (under this owner); fenced (not ours); error.
+
+    `stop` is a final status that is wanted, "" where none is; for ended the status of the job, for error its text.
+    """
+
+    verdict: str
+    k: int
+    stop: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rider:
+    """Who asks: a job, and the epoch and nonce of the claim under which it rides."""
+
+    id: str
+    epoch: int
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """What became of a rider whose process died: back (it may board again), ended or fenced; its strikes, and where."""
+
+    verdict: str
+    strikes: int
+    struck_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """How a job or a group stands, for one who waits. A group has a status alone; it stays queued until it has ended.
+
+    Attributes:
+        k: tokens in the log.
+        lease_ms: until the lease of a running job runs out; negative where it has.
+        position: place in the queue from 1, 0 where it waits in none.
+        has_worker: whether a worker of the pool of a queued job is ready.
+    """
+
+    status: str
+    k: int
+    lease_ms: int
+    position: int
+    has_worker: bool
+
+    @property
+    def ended(self) -> bool:
+        return self.status not in ("queued", "running")
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """How many due jobs were looked at (50 is the most of one call), and which are to be invited."""
+
+    looked_at: int
+    invitations: tuple[Invitation, ...]
