@@ -31,10 +31,10 @@ class Follower:
         self._broken_at: float | None = None
 
     def broken(self) -> None:
-        """The connection broke, and not by us."""
-        self._sighting.breaks += 1
+        """The connection broke, and not by us; tries to come back that fail are no further breaks."""
         if self._broken_at is None:
             self._broken_at = time.monotonic()
+            self._sighting.breaks += 1
 
     @property
     def wants_to_cancel(self) -> bool:
