@@ -1,7 +1,7 @@
 """Carpool against the source design, re-implemented: same weights, number format, prompts and lengths, in turn.
 
-Streams at 10 clients, where the source computes every text again for each token; `/basic_generate` at 1, 4 and 10
-clients, where it serves one prompt at a time.
+Streams at 10 clients, where the source computes every text again for each token, with its batch of 4; `/basic_generate`
+at 1, 4 and 10 clients, where it serves one prompt at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -29,16 +29,18 @@ from ops.errors import OperationError
 from ops.process import with_parent_death_signal
 
 STREAM_CLIENTS: Final = 10
-STREAM_TOKENS: Final = 20
+#: Streams are as long as those of `ops/bench/path.py`; shorter ones are the source's own default.
+STREAM_TOKENS: Final = 50
+SHORT_STREAM_TOKENS: Final = 20
 GENERATE_TOKENS: Final = 50
-#: Slots of both sides, and how many times the source's tokens/s are wanted.
-SLOTS: Final = {4: at_least(2.4), 10: at_least(4)}
 #: Clients of `/basic_generate`, and how many requests they send: whole batches, or the last one would be half empty.
 GENERATE_LOADS: Final = {1: 2, 4: 4, 10: 12}
-_GENERATE_SLOTS: Final = 4
-_GENERATE_TARGET: Final = at_least(4)
-#: More clients, up to the slots, have to give more requests/s.
-_GROWS: Final = more_than(1)
+#: How many streams, for the same reason.
+STREAM_LOADS: Final = {4: 12, 10: 20}
+#: The source's batch has this size, and so has ours unless we say otherwise.
+SLOTS: Final = 4
+MORE_SLOTS: Final = 10
+_QUICK_TOKENS: Final = 3
 _STOP_S: Final = 15.0
 
 
@@ -98,12 +100,19 @@ class SourceService:
 
 
 class Comparison:
-    """Figures of one load on both sides, round by round."""
+    """Figures of one load on both sides, round by round.
 
-    def __init__(self, name: str, unit: str, run: Callable[[str], float], target: Target | None) -> None:
-        self._name, self._unit, self._run, self._target = name, unit, run, target
+    Args:
+        source_slots: batch size of the source design's service.
+    """
+
+    def __init__(
+        self, name: str, unit: str, run: Callable[[str], float], target: Target | None = None, source_slots: int = SLOTS
+    ) -> None:
+        self.source_slots = source_slots
         self.ours: list[float] = []
         self.theirs: list[float] = []
+        self._name, self._unit, self._run, self._target = name, unit, run, target
 
     def measure(self, ours: str, theirs: str, *, ours_first: bool) -> None:
         """One round, against these two addresses."""
@@ -125,63 +134,71 @@ def measure(options: Options) -> Findings:
     say("loading the engine once, for its end-of-sequence tokens")
     with EngineLoop(options.engine_settings) as loop:
         loaded = loop.loaded
-    stream_tokens = 3 if options.quick else STREAM_TOKENS
-    generate_tokens = 3 if options.quick else GENERATE_TOKENS
-    figures: list[Figure] = []
-    for slots, target in SLOTS.items():
-        comparisons = [_streams(slots, stream_tokens, loaded.eos_ids, target)]
-        generates: dict[int, Comparison] = {}
-        if slots == _GENERATE_SLOTS:
-            generates = {clients: _generates(clients, generate_tokens, loaded.eos_ids) for clients in GENERATE_LOADS}
-        _compare(options, slots, [*comparisons, *generates.values()])
-        figures += [figure for one in (*comparisons, *generates.values()) for figure in one.figures()]
-        if generates:
-            name = f"basic_generate: Carpool at {slots} clients / at 1"
-            figures.append(ratio_of(name, generates[slots].ours, generates[1].ours, _GROWS))
+
+    def streams(slots: int, tokens: int) -> Callable[[str], float]:
+        bodies = stream_bodies(STREAM_LOADS[slots], _QUICK_TOKENS if options.quick else tokens, loaded.eos_ids)
+        return lambda url: stream_side_by_side(url, STREAM_CLIENTS, bodies).tokens_per_s
+
+    def generate(clients: int) -> Callable[[str], float]:
+        tokens = _QUICK_TOKENS if options.quick else GENERATE_TOKENS
+        bodies = generate_bodies(GENERATE_LOADS[clients], tokens, loaded.eos_ids)
+        return lambda url: generate_side_by_side(url, clients, bodies)
+
+    name, unit = f"{STREAM_CLIENTS} streams at {{}} slots", "tokens/s"
+    generates = {
+        clients: Comparison(
+            f"basic_generate at {clients} clients",
+            "requests/s",
+            generate(clients),
+            at_least(4) if clients == max(GENERATE_LOADS) else None,
+        )
+        for clients in GENERATE_LOADS
+    }
+    at_slots = [
+        Comparison(name.format(SLOTS), unit, streams(SLOTS, STREAM_TOKENS), at_least(2.4)),
+        Comparison(f"{name.format(SLOTS)}, short", unit, streams(SLOTS, SHORT_STREAM_TOKENS)),
+        *generates.values(),
+    ]
+    more = streams(MORE_SLOTS, STREAM_TOKENS)
+    at_more_slots = [
+        Comparison(name.format(MORE_SLOTS), unit, more, at_least(4)),
+        Comparison(f"{name.format(MORE_SLOTS)} on both sides", unit, more, source_slots=MORE_SLOTS),
+    ]
+    _compare(options, SLOTS, at_slots)
+    _compare(options, MORE_SLOTS, at_more_slots)
+    growth = ratio_of(
+        f"basic_generate: Carpool at {SLOTS} clients / at 1", generates[SLOTS].ours, generates[1].ours, more_than(1)
+    )
     setup = {
         "stream_clients": STREAM_CLIENTS,
-        "stream_tokens": stream_tokens,
-        "generate_tokens": generate_tokens,
+        "stream_tokens": STREAM_TOKENS,
+        "short_stream_tokens": SHORT_STREAM_TOKENS,
+        "generate_tokens": GENERATE_TOKENS,
+        "source_slots": SLOTS,
         "device": loaded.device,
         "dtype": loaded.dtype,
     }
-    return Findings(figures, setup)
-
-
-def _streams(slots: int, max_tokens: int, eos_ids: Sequence[int], target: Target) -> Comparison:
-    count = 2 * STREAM_CLIENTS  # whole batches, at 4 slots and at 10
-    bodies = stream_bodies(count, max_tokens, eos_ids)
-
-    def run(url: str) -> float:
-        return stream_side_by_side(url, STREAM_CLIENTS, bodies).tokens_per_s
-
-    return Comparison(f"{STREAM_CLIENTS} streams at {slots} slots", "tokens/s", run, target)
-
-
-def _generates(clients: int, max_tokens: int, eos_ids: Sequence[int]) -> Comparison:
-    bodies = generate_bodies(GENERATE_LOADS[clients], max_tokens, eos_ids)
-
-    def run(url: str) -> float:
-        return generate_side_by_side(url, clients, bodies)
-
-    target = _GENERATE_TARGET if clients == max(GENERATE_LOADS) else None
-    return Comparison(f"basic_generate at {clients} clients", "requests/s", run, target)
+    return Findings([*(figure for one in (*at_slots, *at_more_slots) for figure in one.figures()), growth], setup)
 
 
 def _compare(options: Options, slots: int, comparisons: Sequence[Comparison]) -> None:
-    """Measure each comparison in turn, on a pair of services of so many slots."""
+    """Measure each comparison in turn, Carpool with so many slots."""
     settings = options.engine_settings
-    say(f"starting both services, {slots} slots each")
-    with SourceService(settings, slots) as source, BenchInstance({**settings, "max_batch_size": slots}) as instance:
-        warm_up = stream_bodies(slots, 2, ())
-        for url in (source.url, instance.url):
-            stream_side_by_side(url, slots, warm_up)
+    say(f"starting the services, Carpool with {slots} slots")
+    with ExitStack() as stack:
+        sources = {
+            source_slots: stack.enter_context(SourceService(settings, source_slots)).url
+            for source_slots in sorted({comparison.source_slots for comparison in comparisons})
+        }
+        ours = stack.enter_context(BenchInstance({**settings, "max_batch_size": slots})).url
+        for url in (*sources.values(), ours):
+            stream_side_by_side(url, slots, stream_bodies(slots, 2, ()))
             generate_side_by_side(url, 1, generate_bodies(1, 2, ()))
         for number in range(options.rounds):
             say(f"{slots} slots, round {number + 1} of {options.rounds}")
             for comparison in comparisons:
                 # the one that goes first may find the machine in another state
-                comparison.measure(instance.url, source.url, ours_first=bool(number % 2))
+                comparison.measure(ours, sources[comparison.source_slots], ours_first=bool(number % 2))
 
 
 if __name__ == "__main__":
