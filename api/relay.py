@@ -161,7 +161,7 @@ class Relay:
             await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S)) - 1] if self._failures else 0)
             connection: AbstractConnection | None = None
             try:
-                connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+                connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # theirs
                 await self._serve(connection)
             except (RedisError, OSError) as error:
                 if not self._failures:

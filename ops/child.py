@@ -245,5 +245,5 @@ class Child:
             pass
 
     def _change(self, **fields: object) -> None:
-        self._entry = replace(self._entry, **fields)  # type: ignore[arg-type]
+        self._entry = replace(self._entry, **fields)  # type: ignore[arg-type] # fields of the entry, by name
         self.on_change(self._entry)

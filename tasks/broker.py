@@ -33,7 +33,7 @@ class InvitingChannel(kombu_redis.Channel):
 
     def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
         try:
-            super()._queue_bind(exchange, routing_key, pattern, queue)  # type: ignore[misc]
+            super()._queue_bind(exchange, routing_key, pattern, queue)  # type: ignore[misc] # its stubs lack it
         except OutOfMemoryError as error:
             # only the exchange's table is not written, and our messages name their queue
             _log.debug("binding_not_written", queue=queue, error=str(error))

@@ -124,4 +124,4 @@ def until(condition: Callable[[], object], timeout_s: float = 10) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.01)
+        time.sleep(0.01)  # for states that no event announces

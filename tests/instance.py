@@ -56,7 +56,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> No
     while not condition():
         if time.monotonic() > end:
             raise AssertionError(f"not within {seconds:g} s: {what}")
-        time.sleep(0.02)
+        time.sleep(0.02)  # as said: they cannot tell
 
 
 class Instance:

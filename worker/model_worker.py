@@ -175,7 +175,7 @@ def main(settings: Settings, command_pipe: Connection[Any, Any], update_pipe: Co
     Exit codes: 0 after Close; 1 after an exception, whose traceback goes to stderr; `EXIT_BROKEN` after Broken;
     `worker.channel.EXIT_PARENT_GONE` when the parent is gone.
     """
-    _set_up_process()
+    set_up_process()
     for pipe in (command_pipe, update_pipe):
         os.set_inheritable(pipe.fileno(), False)  # Else a helper of a library would keep them open after our death.
     commands = CommandReader(command_pipe)
@@ -198,7 +198,8 @@ def main(settings: Settings, command_pipe: Connection[Any, Any], update_pipe: Co
         engine.close()
 
 
-def _set_up_process() -> None:
+def set_up_process() -> None:
+    """What a process needs to have set before it loads an engine: signals, a name in `ps`, how OpenMP waits."""
     # Ctrl-C goes to every process of the terminal; what becomes of the riders is the parent's to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

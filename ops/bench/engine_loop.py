@@ -124,7 +124,7 @@ def become_model_worker() -> None:
 
     It leaves Ctrl-C to the bench, which then closes the pipe.
     """
-    model_worker._set_up_process()
+    model_worker.set_up_process()
 
 
 def _main(settings: dict[str, Any], connection: Connection[Any, Any]) -> None:

@@ -113,7 +113,7 @@ class Hops:
     def _accept(self) -> float:
         request = JobRequest(prompt="Hello, I am", max_tokens=20, seed=1)
         acceptance = job_acceptance(str(uuid.uuid4()), _POOL, request, self._settings)
-        time.sleep(SETTLE_S)
+        time.sleep(SETTLE_S)  # what is measured begins with everybody asleep, as a lone request finds it
         started = time.perf_counter()
         self._ledger.run(self._ledger.calls.accept(acceptance))
         return time.perf_counter() - started
@@ -136,7 +136,7 @@ class Hops:
     def _prepare(self, hop: Hop) -> None:
         self._peer.send(hop)
         self._receive()
-        time.sleep(SETTLE_S)
+        time.sleep(SETTLE_S)  # what is measured begins with everybody asleep, as a lone request finds it
 
     def _receive(self) -> object:
         try:
