@@ -1,8 +1,9 @@
 """The supervisor behind `carpool up`: brings the parts up in order, keeps them alive, drains them in order.
 
-Order of start: Redis, then the API and the workers side by side. Order of the drain: workers, then API and Flower, then
-Redis, so that everyone can write down how far it came. Every child leads a session of its own, so Ctrl-C in the
-terminal reaches the supervisor alone; a supervisor that is killed is noticed by its children (`tasks/lifeline.py`).
+Order of start: workers and Redis side by side (a worker loads its model while it waits for Redis), then the API. Order
+of the drain: workers, then API and Flower, then Redis, so that everyone can write down how far it came. Every child
+leads a session of its own, so Ctrl-C in the terminal reaches the supervisor alone; a supervisor that is killed is
+noticed by its children (`tasks/lifeline.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -99,15 +101,20 @@ class Supervisor:
 
     async def _bring_up(self) -> None:
         plan, readiness = self._plan, self._readiness
+        # models take longest to load, and need no Redis for that
+        self._start_all([spec for spec in plan.others if spec.role == "worker"])
         if plan.redis is not None:
             redis = self._start(plan.redis)
             await readiness.await_redis(redis)
             await asyncio.to_thread(self._check_ledger)
             self._display.done("redis", f"embedded, in {plan.data.redis}")
-        for spec in plan.others:
+        self._start_all([spec for spec in plan.others if spec.role != "worker"])
+        await asyncio.gather(readiness.watch(self._children), self._show_box())
+
+    def _start_all(self, specs: Sequence[ChildSpec]) -> None:
+        for spec in specs:
             self._display.phase(spec.name, "starting")
             self._start(spec)
-        await asyncio.gather(readiness.watch(self._children), self._show_box())
 
     def _start(self, spec: ChildSpec) -> Child:
         log = self._log(spec.name)

@@ -309,6 +309,31 @@ def test_celery_s_revoke_cancels_a_riding_job(slow_service: Service, terminate: 
     slow_service.assert_whole(job)
 
 
+def test_a_full_worker_hears_a_revoke_and_its_event_loop_rests(slow_service: Service) -> None:
+    worker = slow_service.worker(max_batch_size=1)
+    job = slow_service.submit("long", max_tokens=5000)
+    slow_service.wait_for_token(job, 1)
+    process = psutil.Process(worker.pid)
+    slow_service.celery.control.broadcast("enable_events")  # a message for the socket that must not be left unread
+    before = process.cpu_times().user + process.cpu_times().system
+    slow_service.wait_for_token(job, 60)  # a second
+    spent = process.cpu_times().user + process.cpu_times().system - before
+    assert spent < 0.7, f"{spent:.2f} s of processor time in about a second"
+    (answer,) = slow_service.celery.control.ping(timeout=10, limit=1)
+    assert list(answer.values()) == [{"ok": "pong"}]
+    slow_service.celery.control.revoke(job)
+    assert slow_service.wait_for_end(job)["status"] == "cancelled"
+
+
+def test_a_worker_whose_slots_are_closed_hears_remote_control(slow_service: Service) -> None:
+    slow_service.worker(max_batch_size=1)
+    job = slow_service.submit("long", max_tokens=5000)
+    slow_service.wait_for_token(job, 1)
+    replies: Any = slow_service.celery.control.revoke(job, reply=True, timeout=10)
+    assert [list(reply.values()) for reply in replies] == [[{"ok": f"{job}: requested"}]]
+    assert slow_service.wait_for_end(job)["status"] == "cancelled"
+
+
 def test_a_prefork_worker_is_refused_with_the_reason(service: Service) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "celery", "-A", "tasks.app", "worker", "-P", "prefork", "-c", "1", "-Q", "carpool"],

@@ -33,9 +33,15 @@ class GatedQoS(kombu_redis.QoS):
     """Prefetch bound and gate together."""
 
     def can_consume(self) -> bool:
-        connection: Any = self.channel.connection
-        gate = connection.client.transport_options.get(GATE_OPTION)
-        return bool(super().can_consume()) and (gate is None or bool(gate()))
+        if not super().can_consume():
+            return False
+        channel: Any = self.channel
+        # Remote control comes on a channel of its own, which must stay open: kombu leaves a closed one's socket unread,
+        # so that a full worker would hear no revoke, and its event loop would spin on the socket.
+        if not channel.active_queues:
+            return True
+        gate = channel.connection.client.transport_options.get(GATE_OPTION)
+        return gate is None or bool(gate())
 
     def append(self, message: Any, delivery_tag: str) -> None:
         # As kombu does it, but also where memory is used up: refused here, a message that is popped already would be

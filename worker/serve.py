@@ -7,11 +7,13 @@ import queue
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import redis
 import structlog
 from celery import signals
 from celery.worker import state as celery_state
@@ -31,12 +33,15 @@ from worker.model_executor import ModelExecutor
 _log = structlog.get_logger("carpool.worker")
 #: A worker whose supervisor is gone may take so long to end after its drain.
 _AFTER_DRAIN_S = 20.0
+#: Redis may start beside us, so that the model loads meanwhile; then the supervisor is told that it is away.
+_REDIS_START_S = 10.0
+_PROBE_S = 0.1
 
 
 def serve(settings: Settings, name: str, executor: ModelExecutor, inbox: queue.SimpleQueue[Any]) -> int:
     """Serve until drained; as `worker.main.run`. `executor` is started, and its events come to `inbox`."""
     with _needing_redis(settings), connect(settings) as client:
-        check_server(client, settings.redis_url)
+        _await_server(client, settings)
     celery = create_celery(settings)
     celery.set_current()
     celery.set_default()
@@ -67,6 +72,19 @@ def serve(settings: Settings, name: str, executor: ModelExecutor, inbox: queue.S
         _log.error("worker_cannot_serve", cause=shutdown.cause)
         raise CarpoolError("no_worker", shutdown.cause)
     return int(worker.exitcode or 0)
+
+
+def _await_server(client: redis.Redis, settings: Settings) -> None:
+    """Check the server, once it answers. Raises CarpoolError where it cannot be used, or does not answer in time."""
+    until = time.monotonic() + _REDIS_START_S
+    while True:
+        try:
+            check_server(client, settings.redis_url)
+            return
+        except CarpoolError as error:
+            if not isinstance(error.__cause__, RedisError) or time.monotonic() >= until:
+                raise
+        time.sleep(_PROBE_S)  # nothing tells that a port has opened
 
 
 @contextmanager
