@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ops.errors import PreconditionError
 from ops.process import ProcessIdentity
@@ -95,10 +95,11 @@ class RunFile:
         return next((entry for entry in self.processes if entry.role == "supervisor"), None)
 
     def with_process(self, entry: ProcessEntry) -> RunFile:
-        """The same with this process's entry new or replaced."""
+        """The same with this process's entry new or replaced, in the order of the roles."""
         known = any(other.name == entry.name for other in self.processes)
         kept = tuple(entry if other.name == entry.name else other for other in self.processes)
-        return replace(self, processes=kept if known else (*kept, entry))
+        processes = kept if known else (*kept, entry)
+        return replace(self, processes=tuple(sorted(processes, key=lambda one: get_args(Role).index(one.role))))
 
     def write(self, path: Path) -> None:
         """Write atomically, readable by the owner alone."""
