@@ -319,7 +319,8 @@ def test_a_full_worker_hears_a_revoke_and_its_event_loop_rests(slow_service: Ser
     slow_service.wait_for_token(job, 60)  # a second
     spent = process.cpu_times().user + process.cpu_times().system - before
     assert spent < 0.7, f"{spent:.2f} s of processor time in about a second"
-    (answer,) = slow_service.celery.control.ping(timeout=10, limit=1)
+    answers: Any = slow_service.celery.control.ping(timeout=10, limit=1)
+    (answer,) = answers
     assert list(answer.values()) == [{"ok": "pong"}]
     slow_service.celery.control.revoke(job)
     assert slow_service.wait_for_end(job)["status"] == "cancelled"
