@@ -6,10 +6,11 @@ engine. An engine does no I/O and knows nothing of jobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from tasks.chat import Message
 from tasks.job_request import SamplingParams
 from worker.messages import ModelCard
 
@@ -64,8 +65,13 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the model expects before one."""
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[str, list[int]]:
-        """Prompt text and token ids of (role, text) messages by the chat template, with the assistant's turn opened.
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
+        """Prompt text and token ids of a chat by the chat template, with the assistant's turn opened.
+
+        Args:
+            tools: function tools of OpenAI's form that the model is told of.
 
         Raises:
             SequenceError: "chat_template_missing" where the model has no template.

@@ -10,9 +10,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from tasks.chat import Message
 from tasks.settings import Settings
 from worker import simulation
 from worker.engines.base import Emission, EngineSequence, Report, SequenceError
@@ -32,6 +34,7 @@ _TOKENIZER_JSON = json.dumps(
         "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"},
     }
 )
+_NO_GRAMMAR = "the simulated engine has no grammar, so {} can't be had: leave it out, or use a worker with a model"
 #: Longest slice of a prefill where a step takes no time that could bound it.
 PREFILL_SLICE_S = 0.02
 
@@ -46,8 +49,12 @@ class SimulatedTokenizer:
     def encode(self, text: str) -> list[int]:
         return simulation.prompt_ids(text)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[str, list[int]]:
-        prompt = simulation.render_chat(messages)
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
+        if tools:
+            raise SequenceError("unsupported_field", _NO_GRAMMAR.format("tools"))
+        prompt = simulation.render_chat((message.role, message.text_with_calls) for message in messages)
         return prompt, simulation.prompt_ids(prompt)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -92,6 +99,8 @@ class SimulatedEngine:
                 "engine_error",
                 f"sequence {sequence.id} found all {self._max_batch_size} slots taken: raise CARPOOL_MAX_BATCH_SIZE",
             )
+        if sequence.params.response_format is not None:
+            raise SequenceError("unsupported_field", _NO_GRAMMAR.format("response_format"))
         self._slots[sequence.id] = _Slot(
             draws=simulation.Draws(sequence.prompt, sequence.seed),
             next_position=len(sequence.output_ids) + 1,
