@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from api import errors, generation, health, jobs
+from api.openai import chat, completions, models, responses
 from api.safety import BodyCheck, HostCheck, RequestIds
 from api.service import Service
 from tasks.settings import Settings, load_settings
@@ -46,8 +47,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         lifespan=lifespan,
     )
     errors.install(app)
-    for router in (generation.router, jobs.router, health.router):
-        app.include_router(router)
+    for part in (generation, jobs, completions, chat, responses, models, health):
+        app.include_router(part.router)
     # the last one added is the first to see a request
     app.add_middleware(BodyCheck, max_bytes=used.max_body_bytes)
     if origins := _names(used.cors_origins):
