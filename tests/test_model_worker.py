@@ -51,6 +51,9 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(PIECES[id] for id in ids).decode("utf-8", "replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return PIECES[token_id]
+
 
 class ScriptedEngine:
     """Gives each sequence the ids of its script, one a step; what is no id is raised or emitted as an error."""

@@ -156,7 +156,7 @@ class StepLoop:
                 failed.append(Failed(emission.id, emission.error.code, str(emission.error), self._step, sequence.end()))
             elif emission.ids:
                 self._boarding.pop(emission.id, None)
-                deltas.append(sequence.feed(emission.ids))
+                deltas.append(sequence.feed(emission.ids, emission.logprobs, is_complete=emission.is_complete))
                 if sequence.finish is not None:
                     self._leave(emission.id)
         deltas.extend(sequence.feed(()) for sequence in self._boarding.values())

@@ -47,12 +47,34 @@ class EngineSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a drawn token was, by the log-softmax of the model's logits before anything was done to them.
+
+    Attributes:
+        id: of the token.
+        value: natural logarithm of its probability; may be -inf.
+        top: the likeliest tokens and their logprobs in falling order, as many as were asked for.
+    """
+
+    id: int
+    value: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Emission:
-    """The outcome of one step for one sequence: new token ids (none during its prefill), or an error that ends it."""
+    """The outcome of one step for one sequence: new token ids (none during its prefill), or an error that ends it.
+
+    Attributes:
+        logprobs: one per id where the sequence asks for them, else none.
+        is_complete: the sequence's grammar is complete with these ids: nothing can follow them.
+    """
 
     id: str
     ids: tuple[int, ...] = ()
     error: SequenceError | None = None
+    logprobs: tuple[Logprob, ...] = ()
+    is_complete: bool = False
 
 
 class Tokenizer(Protocol):
@@ -79,6 +101,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out, nothing tidied up."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, in UTF-8; a character may be cut in two. Of a special token its name."""
 
 
 class Engine(Protocol):

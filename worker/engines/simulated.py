@@ -17,7 +17,7 @@ from typing import Any
 from tasks.chat import Message
 from tasks.settings import Settings
 from worker import simulation
-from worker.engines.base import Emission, EngineSequence, Report, SequenceError
+from worker.engines.base import Emission, EngineSequence, Logprob, Report, SequenceError
 from worker.messages import ModelCard
 
 #: The same counting as `simulation.prompt_ids`, in the format with which the API counts any model's tokens.
@@ -60,12 +60,16 @@ class SimulatedTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(simulation.token_text, ids))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return simulation.token_text(token_id).encode()
+
 
 @dataclass(slots=True)
 class _Slot:
     draws: simulation.Draws
     next_position: int
     prefill_left_s: float
+    num_logprobs: int | None
 
 
 class SimulatedEngine:
@@ -105,6 +109,7 @@ class SimulatedEngine:
             draws=simulation.Draws(sequence.prompt, sequence.seed),
             next_position=len(sequence.output_ids) + 1,
             prefill_left_s=self._prefill_s,
+            num_logprobs=sequence.params.logprobs,
         )
 
     def abort(self, id: str) -> None:
@@ -142,7 +147,12 @@ def _emit(id: str, slot: _Slot) -> Emission:
     if marker is not None and marker.kind == "raise":
         return Emission(id, error=SequenceError("engine_error", f"the prompt asked for an error at token {position}"))
     slot.next_position += 1
-    return Emission(id, (slot.draws.token_id(position),))
+    token_id = slot.draws.token_id(position)
+    if slot.num_logprobs is None:
+        return Emission(id, (token_id,))
+    ((_, own),) = simulation.alternatives(token_id, 1)
+    top = tuple(simulation.alternatives(token_id, slot.num_logprobs))
+    return Emission(id, (token_id,), logprobs=(Logprob(token_id, own, top),))
 
 
 def load(settings: Settings, report: Report) -> SimulatedEngine:

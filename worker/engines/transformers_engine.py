@@ -15,9 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from tasks.settings import Settings
-from worker.engines.base import Emission, EngineSequence, Report, SequenceError
+from worker.engines.base import Emission, EngineSequence, Logprob, Report, SequenceError
 from worker.engines.forward import Chunk, ForwardPass, num_embeddings, num_logits
+from worker.engines.grammar import GrammarCompiler
 from worker.engines.kv_cache import SlotCache
+from worker.engines.logprobs import RawLogprobs
 from worker.engines.sampler import SequenceSampling, sample
 from worker.engines.self_check import check_model
 from worker.engines.threads import ThreadGovernor
@@ -83,6 +85,7 @@ class TransformersEngine:
         self._device = model.device
         self._num_embeddings = num_embeddings(model)
         self._vocab_size = num_logits(model)
+        self._grammars = GrammarCompiler(lambda: tokenizer.json, self._vocab_size, tokenizer.eos_ids)
         self.cache = SlotCache(max_batch_size, card.context_length)
         self._forward = ForwardPass(model, self.cache)
         self._waiting: deque[_Ride] = deque()
@@ -119,7 +122,13 @@ class TransformersEngine:
                 f"the prompt holds token {max(token_ids)}; the model's tokens are 0 to {self._num_embeddings - 1}",
             )
         sampling = SequenceSampling(
-            sequence.params, sequence.seed, sequence.prompt_ids, sequence.output_ids, self._vocab_size, self._device
+            sequence.params,
+            sequence.seed,
+            sequence.prompt_ids,
+            sequence.output_ids,
+            self._vocab_size,
+            self._device,
+            self._grammars.grammar_for(sequence.params, sequence.output_ids),
         )
         self._waiting.append(_Ride(sequence.id, token_ids, len(sequence.prompt_ids), sampling))
 
@@ -229,10 +238,14 @@ class TransformersEngine:
                 unfinished.append(Emission(self._prefilling.id))
         if not sampled:
             return unfinished
+        raw_logprobs = RawLogprobs(logits, [ride.sampling.params.logprobs for ride in sampled])
         token_ids = sample(logits, [ride.sampling for ride in sampled], [ride.num_outputs + 1 for ride in sampled])
-        return [self._emit(ride, token_id) for ride, token_id in zip(sampled, token_ids, strict=True)] + unfinished
+        logprobs = raw_logprobs.of(token_ids)
+        return [self._emit(*one) for one in zip(sampled, token_ids, logprobs, strict=True)] + unfinished
 
-    def _emit(self, ride: _Ride, token_id: int | None) -> Emission:
+    def _emit(self, ride: _Ride, token_id: int | None, logprobs: tuple[Logprob, ...]) -> Emission:
+        if ride.sampling.failure is not None:
+            return self._fail(ride, ride.sampling.failure)
         if token_id is None:
             message = (
                 f"the model gave no finite logits for token {ride.num_outputs + 1} (dtype {self._card.dtype}): "
@@ -241,7 +254,7 @@ class TransformersEngine:
             return self._fail(ride, SequenceError("engine_error", message))
         ride.token_ids.append(token_id)
         ride.sampling.record(token_id)
-        return Emission(ride.id, (token_id,))
+        return Emission(ride.id, (token_id,), logprobs=logprobs, is_complete=ride.sampling.is_complete)
 
     def _fail(self, ride: _Ride, error: SequenceError) -> Emission:
         self._remove(ride, is_clean=False)

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from tasks.chat import Message
 from worker.engines.base import SequenceError
 from worker.engines.chat_template import conversation
+from worker.engines.token_bytes import TokenBytes
 
 
 class TransformersTokenizer:
@@ -23,6 +24,7 @@ class TransformersTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = _eos_ids(tokenizer, generation_config)
+        self._token_bytes = TokenBytes(tokenizer)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -72,6 +74,9 @@ class TransformersTokenizer:
         # The template has written the special tokens already.
         ids: list[int] = self._tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         return str(prompt), ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._token_bytes.of(token_id)
 
     def _template_for(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
         """A model may have a template of its own for tools."""
