@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -23,6 +24,17 @@ Errors are `{"error": {"message", "type", "param", "code"}}`. Every answer to a 
 `x-carpool-job-id` and `Location`; any stream can be taken up again at `/jobs/{id}/stream`."""
 
 
+class _Application(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """The description; FastAPI would give every path a 422, which is 400 under `/v1`."""
+        described = super().openapi()
+        for path, operations in described["paths"].items():
+            if path.startswith("/v1/"):
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)
+        return described
+
+
 def create_app(settings: Settings | None = None) -> FastAPI:
     """An application for these settings; without any, for those of the environment.
 
@@ -39,7 +51,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             app.state.service = service
             yield
 
-    app = FastAPI(
+    app = _Application(
         title="Carpool",
         version=version("carpool"),
         description=_DESCRIPTION,

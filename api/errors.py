@@ -178,11 +178,6 @@ async def _values_error(request: Request, error: ValidationError) -> Response:
     return await _carpool_error(request, of_validation(raw, _body_fields(request)))
 
 
-async def _too_deep(request: Request, error: RecursionError) -> Response:
-    _log.warning("nested_too_deeply", path=request.url.path, request_id=_request_id(request))
-    return answer(CarpoolError("invalid_json", "the body is nested too deeply. Send it flatter"))
-
-
 async def _redis_error(request: Request, error: RedisError) -> Response:
     found = of_redis(error)
     if found.code.name == "internal_error":
@@ -236,7 +231,6 @@ def install(app: FastAPI) -> None:
         (CarpoolError, _carpool_error),
         (RequestValidationError, _validation_error),
         (ValidationError, _values_error),
-        (RecursionError, _too_deep),
         (RedisError, _redis_error),
         (HTTPException, _http_error),
         (ClientLeft, _client_left),

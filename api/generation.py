@@ -31,7 +31,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text}
     for status, text in (
         (400, "The request cannot be read, or is longer than the model's context."),
+        (404, "There is no such model."),
         (409, "The job was cancelled, or the Idempotency-Key was used with another body."),
+        (413, "The body is larger than CARPOOL_MAX_BODY_BYTES."),
+        (415, "The body is not JSON."),
         (422, "A field has a value that is not possible, or is not supported."),
         (500, "The job failed."),
         (503, "Redis or a worker is away, or full."),

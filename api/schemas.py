@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from api.plain_json import PlainJson
 from tasks.acceptance import JOB_MAX_TOKENS
 from tasks.job_request import JobOptions, JobRequest, Prompt
 
@@ -26,7 +27,7 @@ def hides(*names: str) -> ConfigDict:
     return ConfigDict(json_schema_extra=hide)
 
 
-class PromptOptions(JobOptions):
+class PromptOptions(PlainJson, JobOptions):
     """What goes with a prompt: a chat template alone shows tools to a model."""
 
     model_config = hides("tools", "tool_choice", "parallel_tool_calls")
@@ -79,7 +80,7 @@ class GenerateVllm(TextOptions):
     top_p: float = Field(0.95, gt=0, le=1, allow_inf_nan=False)
 
 
-class SubmitJob(JobRequest):
+class SubmitJob(PlainJson, JobRequest):
     """A job to be picked up later: give either prompt or messages."""
 
     default_max_tokens: ClassVar[int] = JOB_MAX_TOKENS

@@ -17,7 +17,6 @@ ERRORS: Final[dict[int | str, dict[str, Any]]] = {
         (409, "The job was cancelled or has not ended, or the Idempotency-Key was used with another body."),
         (413, "The body is larger than CARPOOL_MAX_BODY_BYTES."),
         (415, "The body is not JSON."),
-        (422, "Never: what does not fit is 400 here."),
         (500, "The job failed."),
         (503, "Redis or a worker is away, or full."),
         (504, "The job goes on and the wait was too long, or its deadline passed."),

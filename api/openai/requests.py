@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationInfo, field_validator, model_validator
 
+from api.plain_json import PlainJson
 from api.schemas import hides, refuse
 from tasks.chat import Message
 from tasks.job_request import MAX_LOGPROBS, JobOptions, Prompt
@@ -31,7 +32,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = Field(False, description="Padding against traffic analysis: there is none.")
 
 
-class OpenAIRequest(JobOptions):
+class OpenAIRequest(PlainJson, JobOptions):
     """What the endpoints have in common. Beyond OpenAI's there are Carpool's: top_k, min_p, deadline_s and so on."""
 
     metadata: dict[str, str] | None = None
