@@ -17,7 +17,7 @@ from tests.test_tool_calls import folded
 from tests.tiny_models import EOS_ID, byte_level_tokenizer
 from worker.engines.base import SequenceError
 from worker.engines.grammar import Grammar, GrammarCompiler, grammar_text
-from worker.engines.sampler import SequenceSampling, keep_allowed, sample
+from worker.engines.sampler import SequenceSampling, forbid, sample
 
 TOKENIZER = byte_level_tokenizer()
 #: Models have more logits than their tokenizers have tokens.
@@ -275,14 +275,17 @@ def test_sentencepiece_vocabularies_have_grammars_too() -> None:
     assert [piece for piece, may in allowed.items() if may] == ["<0x22>", "<0x7D>", "}"]
 
 
-def test_a_mask_keeps_the_allowed_tokens_logits_as_they_are_and_shows_a_broken_model() -> None:
-    logits = torch.tensor([[0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5], [float("nan")] * 10])
+def test_a_mask_forbids_tokens_of_its_row_alone_and_leaves_the_allowed_logits_as_they_are() -> None:
+    masks = [bytes([0b10000010, 0b10, 0, 0]), bytes(4)]
+    for rows in ([0, 2], [0, 1]):
+        logits = torch.arange(30.0).view(3, 10)[: max(rows) + 1]
+        expected = logits.clone()
+        expected[rows[0], [0, 2, 3, 4, 5, 6, 8]] = -torch.inf
+        expected[rows[1]] = -torch.inf
 
-    kept = keep_allowed(logits, [bytes([0b10000010, 0b10, 0, 0]), bytes(4)])
+        forbid(logits, rows, masks)
 
-    assert torch.equal(kept[0].isfinite().nonzero()[:, 0], torch.tensor([1, 7, 9]))
-    assert kept[0, [1, 7, 9]].tolist() == [1.5, 7.5, 9.5]
-    assert bool(kept[1].isnan().all())
+        assert torch.equal(logits, expected)
 
 
 def test_a_start_of_a_call_is_known_before_its_arguments() -> None:

@@ -131,8 +131,7 @@ def sample(logits: torch.Tensor, samplings: Sequence[SequenceSampling], numbers:
             sampling.shape(logits[row])
     grammars = {row: sampling.grammar for row, sampling in enumerate(samplings) if sampling.grammar is not None}
     if grammars:
-        rows = list(grammars)
-        logits[rows] = keep_allowed(logits[rows], [grammar.mask() for grammar in grammars.values()])
+        forbid(logits, list(grammars), [grammar.mask() for grammar in grammars.values()])
     best, ids = logits.max(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.params.temperature > 0]
     if drawn:
@@ -145,17 +144,21 @@ def sample(logits: torch.Tensor, samplings: Sequence[SequenceSampling], numbers:
     return [int(token_id) if math.isfinite(score) else None for score, token_id in pairs]
 
 
-def keep_allowed(logits: torch.Tensor, masks: Sequence[bytes]) -> torch.Tensor:
-    """Logits of the same shape, -inf at tokens that their row's mask does not allow.
+def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> None:
+    """Set logits, of shape [num_sequences, vocab_size], to -inf at the tokens that the row's mask does not allow.
 
     Args:
-        masks: of each row, a bit per token, the lowest bit of the first byte for token 0.
+        masks: of each of the rows, a bit per token, the lowest bit of the first byte for token 0.
     """
-    packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).to(logits.device).view(len(masks), -1, 1)
-    bits = packed >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
-    forbidden = bits.flatten(1)[:, : logits.shape[-1]] == 0
-    # A NaN is kept wherever it is: it says that the model is broken.
-    return logits.masked_fill(forbidden & ~logits.isnan(), _NEVER)
+    packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).to(logits.device).view(len(masks), -1)
+    # To look up eight bits at a time is many times as fast as to shift all of them out.
+    bytes_, bits = (torch.arange(count, device=logits.device) for count in (256, 8))
+    forbidden_by_byte = (bytes_[:, None] >> bits & 1) == 0
+    forbidden = forbidden_by_byte[packed.int()].flatten(1)[:, : logits.shape[-1]]
+    if len(rows) == len(logits):
+        logits.masked_fill_(forbidden, _NEVER)
+    else:
+        logits[rows] = logits[rows].masked_fill_(forbidden, _NEVER)
 
 
 def warp(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
