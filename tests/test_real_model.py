@@ -157,8 +157,8 @@ def test_logprobs_of_a_greedy_chat_are_those_of_its_tokens(api: ApiServer) -> No
     assert legacy.logprobs is not None
     assert "".join(legacy.logprobs.tokens or ()) == legacy.text
     assert legacy.logprobs.text_offset is not None
-    for offset, token in zip(legacy.logprobs.text_offset, legacy.logprobs.tokens or (), strict=True):
-        assert legacy.text[offset:].startswith(token)
+    for offset, part in zip(legacy.logprobs.text_offset, legacy.logprobs.tokens or (), strict=True):
+        assert legacy.text[offset:].startswith(part)
 
 
 def test_a_form_and_a_tool_hold_the_model_to_them(api: ApiServer) -> None:

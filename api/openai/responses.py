@@ -17,6 +17,7 @@ from api.openai.errors import naming
 from api.openai.response_events import ResponseEvents
 from api.openai.response_object import PATH, PREFIX, Stored, kept_request, load
 from api.openai.response_requests import ResponseRequest
+from api.openai.serving import naming_job
 from api.service import OWNER, Service, service_of
 from api.waiting import wait_for_end
 from tasks.chat import Message
@@ -53,7 +54,8 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
             ticket, feed = await service.intake.accept_and_follow(draft, *target, ends_only=False)
             id = ticket.id
             try:
-                stored = await load(service, id)
+                with naming_job(id):
+                    stored = await load(service, id)
             except BaseException:
                 feed.close()
                 raise
@@ -69,7 +71,8 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
             id = (await service.intake.accept(draft, *target)).id
         else:
             id = (await run(service, request, draft, *target))["id"]
-        return _answer(await load(service, id), request)
+        with naming_job(id):
+            return _answer(await load(service, id), request)
 
 
 @router.get("/{id}", response_model=ResponseObject, responses={200: {"content": EVENTS}})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 from fastapi import Request
 from redis.exceptions import RedisError
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from api.errors import job_headers, root_path
 from api.events import MAX_STREAM_CHILDREN, Cursor, Renderer, as_json
@@ -84,18 +85,9 @@ async def answer_with(
     """Wait for the job or group, and answer with the body made of it."""
     view = await run(service, request, draft, *target)
     ids: list[str] = view.get("children") or [view["id"]]
-    views = await service.views(ids) if draft.is_group else [view]
-    with_logprobs = draft.options.logprobs is not None
-    ended = [
-        Ended(
-            one["id"],
-            one["text"],
-            one["finish_reason"],
-            one["usage"],
-            await _logprobs(service, one["id"]) if with_logprobs else (),
-        )
-        for one in views
-    ]
+    with naming_job(view["id"]):
+        views = await service.views(ids) if draft.is_group else [view]
+        ended = [await _ended(service, one, with_logprobs=draft.options.logprobs is not None) for one in views]
     head = Head(view["id"], ids, int(view["created_at"]), view["model"])
     return Response(
         as_json(body(head, ended)), media_type="application/json", headers=job_headers(head.id, root_path(request))
@@ -133,14 +125,28 @@ async def created_of(service: Service, id: str, alias: str) -> tuple[int, str]:
     return int(view["created_at"]), view["model"]
 
 
-async def _logprobs(service: Service, id: str) -> list[TokenLogprob]:
-    return [item async for page in read_log(service.client, id, 0) for entry in page for item in entry.lp]
+async def _ended(service: Service, view: Mapping[str, Any], *, with_logprobs: bool) -> Ended:
+    lp: list[TokenLogprob] = []
+    if with_logprobs:
+        async for page in read_log(service.client, view["id"], 0):
+            lp.extend(item for entry in page for item in entry.lp)
+    return Ended(view["id"], view["text"], view["finish_reason"], view["usage"], lp)
+
+
+@contextmanager
+def naming_job(id: str) -> Iterator[None]:
+    """Where Redis is lost after a job was accepted, the error says which job it is: it need not be made again."""
+    try:
+        yield
+    except RedisError as error:
+        raise CarpoolError(
+            "redis_unavailable",
+            f"job {id} was accepted, and Redis does not answer now ({error}): GET /jobs/{id} tells how it is",
+            job_id=id,
+            retry_after_s=1,
+        ) from error
 
 
 def recorded(endpoint: str, store: bool | None, **more: Any) -> str:
     """What a job's record keeps of its request beyond the job itself."""
     return as_json({"endpoint": endpoint, "store": store, **more})
-
-
-def json_answer(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse(body, status, headers)
