@@ -11,7 +11,9 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from api import errors, generation, health, jobs
-from api.openai import chat, completions, models, responses
+from api.batches.runner import BatchRunner
+from api.openai import batches as batch_endpoints
+from api.openai import chat, completions, files, models, responses
 from api.safety import BodyCheck, HostCheck, RequestIds
 from api.service import Service
 from tasks.settings import Settings, load_settings
@@ -47,8 +49,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with Service(used) as service:
+        async with Service(used) as service, BatchRunner(service) as batches:
             app.state.service = service
+            app.state.batches = batches
             yield
 
     app = _Application(
@@ -59,11 +62,14 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         lifespan=lifespan,
     )
     errors.install(app)
-    for part in (generation, jobs, completions, chat, responses, models, health):
+    for part in (generation, jobs, completions, chat, responses, files, batch_endpoints, models, health):
         app.include_router(part.router)
     # the last one added is the first to see a request
-    app.add_middleware(BodyCheck, max_bytes=used.max_body_bytes)
-    if origins := _names(used.cors_origins):
+    origins = _names(used.cors_origins)
+    app.add_middleware(
+        BodyCheck, max_bytes=used.max_body_bytes, uploads={files.PATH: used.max_file_bytes}, origins=origins
+    )
+    if origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,

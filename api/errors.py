@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from api import schemas
+from api.openai.batch_requests import CreateBatch
 from api.openai.errors import is_openai, retry_header, status_of
 from api.openai.requests import ChatRequest, CompletionRequest
 from api.openai.response_requests import ResponseRequest
@@ -149,7 +150,7 @@ def _param(path: Sequence[str | int]) -> str:
 
 def _body_fields(request: Request) -> list[str]:
     models: list[type[BaseModel]] = (
-        [ChatRequest, CompletionRequest, ResponseRequest]
+        [ChatRequest, CompletionRequest, ResponseRequest, CreateBatch]
         if is_openai(request)
         else [
             schemas.BasicGenerate,

@@ -24,6 +24,7 @@ from tasks.job_request import JobOptions, child_seed, draw_seed
 from tasks.keeper import Keeper
 from tasks.ledger import AsyncLedger, script_text
 from tasks.ledger_types import Acceptance, Accepted, Job
+from tasks.priority import NORMAL, priority_number
 from tasks.registry import ModelInfo
 from tasks.settings import Settings
 
@@ -66,6 +67,8 @@ class Draft:
         is_group: the jobs are the children of a group, also where there is only one.
         id_prefix: what the job's id begins with, where the client expects that; ids are UUIDs otherwise.
         request: what the endpoint needs to answer again in its own shape, as JSON.
+        default_priority: of a request that names none.
+        batch: the batch that this is a line of, "" where it is none.
     """
 
     options: JobOptions
@@ -77,6 +80,8 @@ class Draft:
     id_prefix: str = ""
     request: str = ""
     idempotency: Idempotency | None = None
+    default_priority: int = NORMAL
+    batch: str = ""
 
     def inputs(self) -> list[str]:
         """The input of each job as JSON."""
@@ -141,6 +146,15 @@ class Intake:
         """
         await self._check(draft, model)
         return await self._accept(draft, alias, draft.new_id())
+
+    async def prepare(self, draft: Draft, alias: str, model: ModelInfo | None, id: str) -> Acceptance:
+        """What the ledger is to accept under this id, for who has it do so together with something else.
+
+        Raises:
+            CarpoolError: it is refused.
+        """
+        await self._check(draft, model)
+        return self._acceptance(draft, alias, id)
 
     async def accept_and_follow(
         self, draft: Draft, alias: str, model: ModelInfo | None, *, ends_only: bool
@@ -211,6 +225,8 @@ class Intake:
             request=draft.request,
             idempotency=draft.idempotency.scope_hash if draft.idempotency else "",
             body_hash=draft.idempotency.body_hash if draft.idempotency else "",
+            priority=priority_number(options.priority, draft.default_priority),
+            batch=draft.batch,
         )
 
     async def _record(self, acceptance: Acceptance) -> tuple[Accepted, bool | None]:

@@ -114,6 +114,12 @@ async def delete_job(id: str, request: Request) -> Response:
         raise CarpoolError(
             "job_not_ended", f"job {id} has not ended. Cancel it first: POST /jobs/{id}/cancel", job_id=id
         )
+    if verdict == "open":
+        raise CarpoolError(
+            "job_not_ended",
+            f"job {id} has ended, and its batch's output has yet to take its answer. Try again",
+            job_id=id,
+        )
     if verdict == "child":
         group = id.rpartition(".")[0]
         raise CarpoolError("invalid_request", f"job {id} is a part of {group}: DELETE /jobs/{group}", job_id=id)

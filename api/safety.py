@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -19,6 +19,8 @@ from api.errors import answer
 from tasks.codes import CarpoolError
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+#: What a form has around its file.
+_FORM_BYTES: Final = 64 * 1024
 _JSON: Final = re.compile(r"application/(?:json|[a-z0-9!#$&^_.+-]+\+json)\s*(?:;.*)?", re.IGNORECASE)
 
 
@@ -38,6 +40,11 @@ def host_name(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]
+
+
+def _authority(origin: str) -> str:
+    """Host and port of an Origin header; "" where it has none."""
+    return origin.partition("://")[2]
 
 
 class RequestIds:
@@ -95,17 +102,30 @@ class HostCheck:
 
 
 class BodyCheck:
-    """Bounds bodies, and takes JSON alone: a web page can't send that to another site without asking first (CORS)."""
+    """Bounds bodies, and takes JSON alone: a web page can't send that to another site without asking first (CORS).
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Args:
+        uploads: paths that take a form with a file, and how many bytes of a file. A page could send a form to them, so
+            that the Origin which browsers then name has to be this server's own, or one of `origins`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, uploads: Mapping[str, int] | None = None, origins: Iterable[str] = ()
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._uploads = uploads or {}
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        path = str(scope["path"]).removeprefix(str(scope.get("root_path", "")).rstrip("/"))
+        if scope["method"] == "POST" and path in self._uploads:
+            await self._upload(scope, receive, send, headers, self._uploads[path] + _FORM_BYTES)
+            return
         length = headers.get("content-length", "")
         error = None
         if length.isdecimal() and int(length) > self._max_bytes:
@@ -123,6 +143,26 @@ class BodyCheck:
             await answer(error, {"Connection": "close"})(scope, receive, send)
             return
         await self._app(scope, self._bounded(receive), send)
+
+    async def _upload(self, scope: Scope, receive: Receive, send: Send, headers: Headers, max_bytes: int) -> None:
+        length, origin = headers.get("content-length", ""), headers.get("origin")
+        error = None
+        if origin is not None and origin not in self._origins and _authority(origin) != headers.get("host", ""):
+            error = CarpoolError(
+                "origin_not_allowed",
+                f"a page of {origin[:80]!r} may not upload files here. Add it to CARPOOL_CORS_ORIGINS",
+            )
+        elif length.isdecimal() and int(length) > max_bytes:
+            error = CarpoolError(
+                "file_too_large",
+                f"a file may have {max_bytes - _FORM_BYTES} bytes (CARPOOL_MAX_FILE_BYTES), and this form has "
+                f"{length}. Split it",
+                param="file",
+            )
+        if error is not None:
+            await answer(error, {"Connection": "close"})(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
     def _bounded(self, receive: Receive) -> Receive:
         num_bytes = 0

@@ -141,6 +141,7 @@ class JobView(BaseModel):
     started_at: float | None
     finished_at: float | None
     deadline_at: float
+    priority: int = Field(description="From 0, which comes first, to 9.")
     queue_position: int | None
     eta_s: float | None
     attempts: int

@@ -114,6 +114,10 @@ class Service:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    def wake_pool(self, pool: str) -> None:
+        """Jobs of this pool were accepted: have workers invited. Returns at once."""
+        self._keeper.wake(pool)
+
     async def cancel_abandoned(self, id: str) -> None:
         """The client that posted this job has left: cancel it, unless somebody else waits for it."""
         if not await self.attachments.num_others(id):

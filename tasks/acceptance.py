@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tasks.chat import Message
 from tasks.job_request import JobRequest, SamplingParams, draw_seed
 from tasks.ledger_types import Acceptance, Job
+from tasks.priority import priority_number
 from tasks.settings import Settings
 
 #: New tokens of a job that does not say how many.
@@ -42,4 +43,5 @@ def job_acceptance(id: str, pool: str, request: JobRequest, settings: Settings, 
         tokens_are_default=request.max_tokens is None,
         metadata=json.dumps(request.metadata, ensure_ascii=False) if request.metadata else "",
         native=native,
+        priority=priority_number(request.priority),
     )

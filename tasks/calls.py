@@ -32,6 +32,10 @@ LOOK_AGAIN_MS = 10_000
 MODEL_GONE_MS = 60_000
 MAX_DEADLINE_S = 7 * 86400
 TOMBSTONE_S = 7 * 86400
+#: A file is kept in chunks of so many bytes.
+FILE_CHUNK_BYTES = 256 * 1024
+#: Chunks of an upload that has not ended, since its server died, say, are forgotten after so long.
+UPLOAD_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Call(Generic[T]):
 
     script: str
     keys: tuple[str, ...]
-    args: tuple[str | int, ...]
+    args: tuple[str | int | bytes, ...]
     parse: Callable[[Any], T]
 
 
@@ -67,34 +71,22 @@ class Calls:
                 "max_attempts": settings.max_attempts,
                 "max_deaths": settings.max_deaths,
                 "max_claims": settings.max_claims,
+                "file_chunk": FILE_CHUNK_BYTES,
+                "files_most": settings.max_files_bytes,
+                "upload": UPLOAD_S * 1000,
+                "batch_window": settings.batch_window,
             },
             separators=(",", ":"),
         )
 
-    def _call(self, script: str, ids: Sequence[str], args: Sequence[str | int], parse: Callable[[Any], T]) -> Call[T]:
+    def _call(
+        self, script: str, ids: Sequence[str], args: Sequence[str | int | bytes], parse: Callable[[Any], T]
+    ) -> Call[T]:
         return Call(script, tuple(keys.record(id) for id in ids), (self._config, *args), parse)
 
     def accept(self, request: Acceptance, *, invite: bool = False) -> Call[Accepted]:
         """Record a job or a group: accepted means recorded. With `invite` the pool is pumped in the same call."""
-        body: dict[str, Any] = {
-            "id": request.id,
-            "pool": request.pool,
-            "model": request.pool,
-            "params": request.params,
-            "seeds": [str(job.seed) for job in request.jobs],
-            "seed": str(request.seed if request.is_group else request.jobs[0].seed),
-            "deadline": round(request.deadline_s * 1000),
-            "group": request.is_group,
-            "default_tokens": "1" if request.tokens_are_default else "",
-            "metadata": request.metadata,
-            "key": request.owner,
-            "user": request.user,
-            "request": request.request,
-            "idem": request.idempotency,
-            "body": request.body_hash,
-            "native": "1" if request.native else "",
-            "invite": invite,
-        }
+        body = {**acceptance_body(request), "invite": invite}
         ids = [f"{request.id}.{i}" for i in range(len(request.jobs))] if request.is_group else [request.id]
         args = (json.dumps(body, ensure_ascii=False), *(job.input for job in request.jobs))
         return self._call("accept", ids, args, lambda answer: _parse_accepted(answer, request.pool))
@@ -178,7 +170,9 @@ class Calls:
         return self._call("heartbeat", [], (json.dumps(body),), bool)
 
     def forget(self, id: str, owner: str = "all") -> Call[str]:
-        """Delete an ended job or group. Answers forgotten, gone, riding (not ended) or child (part of a group)."""
+        """Delete an ended job or group. Answers forgotten, gone, riding (not ended), child (part of a group) or open (a
+        line of a batch whose answer is not written yet).
+        """
         return self._call("forget", [id], (id, owner), str)
 
     def look(self, ids: Sequence[str]) -> Call[list[JobState | None]]:
@@ -203,6 +197,30 @@ class Calls:
         return self._call(
             "list", [], (owner, start, size), lambda answer: ([json.loads(one) for one in answer[1:]], str(answer[0]))
         )
+
+
+def acceptance_body(request: Acceptance) -> dict[str, Any]:
+    """A request as the scripts that accept read it; the inputs of its jobs go beside it."""
+    return {
+        "id": request.id,
+        "pool": request.pool,
+        "model": request.pool,
+        "params": request.params,
+        "seeds": [str(job.seed) for job in request.jobs],
+        "seed": str(request.seed if request.is_group else request.jobs[0].seed),
+        "deadline": round(request.deadline_s * 1000),
+        "group": request.is_group,
+        "default_tokens": "1" if request.tokens_are_default else "",
+        "metadata": request.metadata,
+        "key": request.owner,
+        "user": request.user,
+        "request": request.request,
+        "idem": request.idempotency,
+        "body": request.body_hash,
+        "native": "1" if request.native else "",
+        "priority": request.priority,
+        "batch": request.batch,
+    }
 
 
 def _parse_accepted(answer: list[str], pool: str) -> Accepted:

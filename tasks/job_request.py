@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from tasks.chat import Message
+from tasks.priority import Priority
 from tasks.structured import check_response_format, check_tool_choice, check_tools, chosen_tool
 
 #: Largest seed that every JSON reader keeps exact.
@@ -122,6 +123,7 @@ class JobOptions(SamplingParams):
     deadline_s: float | None = Field(None, gt=0, le=7 * 86400, allow_inf_nan=False)
     metadata: dict[str, Any] | None = None
     user: str | None = Field(None, max_length=256)
+    priority: Priority | None = Field(None, description="high, normal, low, or from 0 (first) to 9; null: normal")
 
     @field_validator("metadata")
     @classmethod

@@ -12,6 +12,11 @@
 | `{carpool}:wait:<pool>`, `{carpool}:inv:<pool>` zsets | queued jobs in order; invited when | scripts | as the longest job |
 | `{carpool}:due` zset | when to look at a job next | scripts | as the longest job |
 | `{carpool}:jobs:<key>` zset | an API key's jobs by time | accept | as the longest job |
+| `{carpool}:f:<id>` hash, `{carpool}:f:<id>:<n>` strings | a file, its chunks | files' and batches' scripts | as the file says; at least as a batch that reads it |
+| `{carpool}:files`, `{carpool}:files:until` zsets, `{carpool}:files:bytes` hash | files by time; until when; what each takes, and all | files' and batches' scripts | as the longest file |
+| `{carpool}:b:<id>` hash, `{carpool}:b:<id>:open` zset | a batch with its cursor; lines whose answers are not written | batches' scripts | deadline + retention, from its end on: as its output |
+| `{carpool}:b:<id>:lock` string | who serves a batch | API | seconds, renewed |
+| `{carpool}:batches`, `{carpool}:batches:live` zsets | batches by time; those that have not ended | batches' scripts | as the longest batch |
 | `{carpool}:w:<incarnation>` hash, `{carpool}:ws:<pool>` zset | a worker's heartbeat; the workers of a pool | heartbeat | five heartbeats |
 | `{carpool}:card:<hash>` string | a tokenizer for the API to count with | worker | an hour after the last heartbeat |
 | `{carpool}:tick`, `{carpool}:grace`, `{carpool}:reaper` | last look of the reaper; end of grace; its lock | reaper | minutes |
@@ -33,6 +38,12 @@ REAPER = f"{PREFIX}reaper"
 MODELS = f"{PREFIX}models"
 SCHEMA = f"{PREFIX}schema"
 PROBE = f"{PREFIX}probe"
+
+FILES = f"{PREFIX}files"
+FILES_UNTIL = f"{PREFIX}files:until"
+FILES_BYTES = f"{PREFIX}files:bytes"
+BATCHES = f"{PREFIX}batches"
+BATCHES_LIVE = f"{PREFIX}batches:live"
 
 UNACKED = f"{PREFIX}unacked"
 UNACKED_INDEX = f"{PREFIX}unacked_index"
@@ -61,6 +72,26 @@ def group(id: str) -> str:
 
 def attached(id: str) -> str:
     return f"{PREFIX}att:{id}"
+
+
+def file(id: str) -> str:
+    return f"{PREFIX}f:{id}"
+
+
+def file_chunk(id: str, n: int) -> str:
+    return f"{PREFIX}f:{id}:{n}"
+
+
+def batch(id: str) -> str:
+    return f"{PREFIX}b:{id}"
+
+
+def batch_open(id: str) -> str:
+    return f"{PREFIX}b:{id}:open"
+
+
+def batch_lock(id: str) -> str:
+    return f"{PREFIX}b:{id}:lock"
 
 
 def wait(pool: str) -> str:

@@ -20,12 +20,32 @@ from tasks.settings import Settings
 T = TypeVar("T")
 
 
+#: Parts that some scripts share, and stand before them in this order. All have the prelude.
+_FILES = ("files",)
+_BATCHES = ("files", "batches")
+PARTS = {
+    "accept": ("acceptance",),
+    "file_append": _FILES,
+    "file_finish": _FILES,
+    "file_delete": _FILES,
+    "batch_create": _BATCHES,
+    "batch_validated": _BATCHES,
+    "batch_look": _BATCHES,
+    "batch_feed": ("acceptance", *_BATCHES),
+    "batch_drain": _BATCHES,
+    "batch_cancel": _BATCHES,
+}
+#: What a full server refuses: whatever brings new work. Running jobs can always end.
+_NEW_WORK = frozenset({"accept", "file_append", "file_finish", "batch_create", "batch_feed"})
+
+
 @cache
 def script_text(name: str) -> str:
-    """A script as the server gets it. Only `accept` is refused by a full server: running jobs can always end."""
+    """A script as the server gets it."""
     lua = files("tasks") / "lua"
-    shebang = "#!lua" if name == "accept" else "#!lua flags=allow-oom"
-    return f"{shebang}\n{(lua / 'prelude.lua').read_text()}\n{(lua / f'{name}.lua').read_text()}"
+    shebang = "#!lua" if name in _NEW_WORK else "#!lua flags=allow-oom"
+    sources = [(lua / f"{part}.lua").read_text() for part in ("prelude", *PARTS.get(name, ()), name)]
+    return "\n".join([shebang, *sources])
 
 
 class SyncLedger:

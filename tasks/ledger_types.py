@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasks import entries
+from tasks.priority import NORMAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Acceptance:
         owner: whose list the job stands in (an API key's id; "all" without keys).
         user: the caller's own name for whoever asks; recorded without effect.
         request: what the endpoint needs to answer again in its own shape, as JSON; recorded without effect.
+        priority: from 0, which comes first, to 9.
+        batch: the batch that this is a line of, "" where it is none.
         idempotency, body_hash: hash of scope and key, hash of the canonical body; "" without a key.
     """
 
@@ -46,6 +49,8 @@ class Acceptance:
     idempotency: str = ""
     body_hash: str = ""
     native: bool = False
+    priority: int = NORMAL
+    batch: str = ""
 
 
 @dataclass(frozen=True, slots=True)

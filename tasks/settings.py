@@ -59,6 +59,12 @@ class Settings(BaseSettings):
     max_streams: int = Field(4096, ge=1, description="Most open streams of one API process; further ones get 503.")
     sse_heartbeat_s: float = Field(15, gt=0, description="Heartbeat comment on a silent stream.")
     stream_queue: int = Field(256, ge=1, description="Entries held for a slow client before it reads the log.")
+    max_file_bytes: int = Field(100 * 2**20, gt=0, description="Largest file that can be uploaded.")
+    max_files_bytes: int = Field(512 * 2**20, gt=0, description="All files together; they are kept in Redis.")
+    file_retention_s: float = Field(
+        7 * 86400, ge=3600, le=30 * 86400, description="How long a file is kept that does not say how long."
+    )
+    batch_window: int = Field(256, ge=1, le=4096, description="Requests of one batch that are in the queue at once.")
     ack_after_fsync: bool = Field(False, description="Answer 202 only after WAITAOF says the record is on disk.")
 
     # Model and engine

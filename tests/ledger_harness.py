@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import redis
 
 from tasks import keys
+from tasks.batch_calls import BatchCalls
 from tasks.calls import Call
 from tasks.entries import Entry, decode
 from tasks.ledger import SyncLedger, script_text
@@ -74,8 +75,9 @@ class LedgerOnAClock(SyncLedger):
     ) -> None:
         super().__init__(client, settings)
         self.settings = settings
+        self.batch_calls = BatchCalls(settings)
         self.now_ms = int(time.time() * 1000)
-        self._changed = changed or ChangedScripts({})
+        self.changed = changed or ChangedScripts({})
         self._real_time = real_time
         self._loaded: dict[str, str] = {}
         self._nonces = itertools.count(1)
@@ -83,7 +85,7 @@ class LedgerOnAClock(SyncLedger):
     def run(self, call: Call[T]) -> T:
         self.now_ms += 1
         if call.script not in self._loaded:
-            self._loaded[call.script] = str(self.client.script_load(self._changed.text(call.script)))
+            self._loaded[call.script] = str(self.client.script_load(self.changed.text(call.script)))
         args = call.args
         if not self._real_time:
             config = json.loads(str(args[0]))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from tasks.ledger import script_text
 from tests.ledger_harness import ChangedScripts, LedgerOnAClock
 
 SCRIPTS = (
-    "accept", "attach", "cancel", "child_died", "claim", "detach", "fail", "forget", "heartbeat", "list", "look",
-    "pump", "reap", "release", "step", "unclaimed", "view",
+    "accept", "attach", "batch_cancel", "batch_create", "batch_drain", "batch_feed", "batch_look", "batch_validated",
+    "cancel", "child_died", "claim", "detach", "fail", "file_append", "file_delete", "file_finish", "forget",
+    "heartbeat", "list", "look", "pump", "reap", "release", "step", "unclaimed", "view",
 )  # fmt: skip
+LUA = Path(__file__).parent.parent / "tasks" / "lua"
 #: A test that takes a ledger alone.
 Claim = Callable[[LedgerOnAClock], None]
 #: The fence of every write of an owner.
@@ -25,8 +28,8 @@ class Mutation:
     Attributes:
         name: what is taken away.
         why: what the fence guards against.
-        changes: pairs of a piece of source, which stands exactly once in the prelude or in one script, and what takes
-            its place.
+        changes: pairs of a piece of source, which stands exactly once in one file of `tasks/lua/`, and what takes its
+            place.
         tests: claims of the ledger's tests, each of which fails without the fence.
         walk: the random walk of the ledger machine finds it too.
     """
@@ -40,12 +43,14 @@ class Mutation:
     def scripts(self) -> ChangedScripts:
         """The scripts without the fence. Raises ValueError where a piece of source does not stand exactly once."""
         sources = {name: script_text(name) for name in SCRIPTS}
+        files = {path.name: path.read_text() for path in LUA.glob("*.lua")}
         for old, new in self.changes:
-            places = [name for name, source in sources.items() if old in source]
-            if len(places) not in (1, len(SCRIPTS)) or any(sources[name].count(old) != 1 for name in places):
-                raise ValueError(f"{self.name}: {old!r} stands in {places or 'no script'}, not exactly once")
-            for name in places:
-                sources[name] = sources[name].replace(old, new)
+            places = [name for name, source in files.items() for _ in range(source.count(old))]
+            if len(places) != 1:
+                raise ValueError(f"{self.name}: {old!r} stands in {places or 'no file'}, not exactly once")
+            files[places[0]] = files[places[0]].replace(old, new)
+            for name, source in sources.items():
+                sources[name] = source.replace(old, new)
         return ChangedScripts(sources)
 
 

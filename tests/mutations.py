@@ -6,8 +6,9 @@ For each the list says what it takes away and why that fence is there, and names
 
 from __future__ import annotations
 
+from tests.mutations_of_batches import BATCHES, FILES, PRIORITIES
 from tests.mutations_of_ends import DEATHS, ENDS
 from tests.mutations_of_reaper import REAPER
 from tests.mutations_of_rides import ACCEPT, CLAIM, STEP
 
-MUTATIONS = (*ACCEPT, *CLAIM, *STEP, *ENDS, *DEATHS, *REAPER)
+MUTATIONS = (*ACCEPT, *CLAIM, *STEP, *ENDS, *DEATHS, *REAPER, *PRIORITIES, *FILES, *BATCHES)

@@ -95,7 +95,7 @@ ENDS = (
     Mutation(
         "group: its children are kept until it has ended",
         "texts of a long group would be missing when it ends",
-        one("int(j.group ~= '' and redis.call('PEXPIRETIME', key) or NOW", "int(NOW"),
+        one("int((j.group ~= '' or j.batch ~= '') and redis.call('PEXPIRETIME', key) or NOW", "int(NOW"),
         (
             test_ledger_groups.test_the_children_of_a_group_are_kept_until_the_group_has_ended_and_then_all_share_one_expiry,
         ),

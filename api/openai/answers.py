@@ -13,10 +13,11 @@ ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": ErrorAnswer, "description": text}
     for status, text in (
         (400, "A field has a value that is not possible, is not supported, or is longer than the model's context."),
-        (404, "There is no such model, or no such response."),
-        (409, "The job was cancelled or has not ended, or the Idempotency-Key was used with another body."),
-        (413, "The body is larger than CARPOOL_MAX_BODY_BYTES."),
-        (415, "The body is not JSON."),
+        (403, "A page of another site may not upload files."),
+        (404, "There is no such model, response, file or batch."),
+        (409, "The job or batch has not ended, or was cancelled, or the Idempotency-Key was used with another body."),
+        (413, "The body or file is larger than it may be, or there is no room left for files."),
+        (415, "The body is not JSON; that of an upload is no form."),
         (500, "The job failed."),
         (503, "Redis or a worker is away, or full."),
         (504, "The job goes on and the wait was too long, or its deadline passed."),
@@ -186,3 +187,96 @@ class DeletedResponse(BaseModel):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
+
+
+class FileObject(BaseModel):
+    """A file: an upload, or what a batch has written. Times are seconds since 1970."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileList(BaseModel):
+    """A page of files."""
+
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(BaseModel):
+    """A file that was deleted."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class BatchError(BaseModel):
+    """What is wrong with a line of the input; the whole file where `line` is null."""
+
+    code: str
+    message: str
+    line: int | None
+    param: str | None
+
+
+class BatchErrors(BaseModel):
+    """Why a batch failed."""
+
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class BatchCounts(BaseModel):
+    """Requests of a batch: in all, answered into the output, answered into the error file."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(BaseModel):
+    """A batch. Its files are there as soon as they hold a line. Times are seconds since 1970."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(BaseModel):
+    """A page of batches, newest first."""
+
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

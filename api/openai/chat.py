@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.generation import idempotency_of
-from api.intake import Draft
+from api.intake import Draft, Idempotency
 from api.logprobs import chat_logprobs
 from api.openai.answers import ERRORS, EVENTS, ChatCompletion
 from api.openai.chunks import ChatChunks, sum_usage
@@ -17,37 +17,34 @@ from api.openai.errors import naming
 from api.openai.message import MessageFold
 from api.openai.requests import ChatRequest
 from api.openai.serving import Ended, Head, answer_with, check_number, recorded, stream_with
-from api.service import service_of
-from tasks.job_request import JobOptions
+from api.service import Service, service_of
 
-_PATH: Final = "/v1/chat/completions"
+PATH: Final = "/v1/chat/completions"
+PREFIX: Final = "chatcmpl-"
 
 router = APIRouter(tags=["openai"], responses=ERRORS)
 
 
-@router.post(_PATH, response_model=ChatCompletion, responses={200: {"content": EVENTS}})
+@router.post(PATH, response_model=ChatCompletion, responses={200: {"content": EVENTS}})
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Go on with a conversation: as many tokens as the context and CARPOOL_MAX_TOKENS leave, at temperature 1.
 
     With `stream` the answer is a stream of chunks, `data: [DONE]` at its end.
     """
     service = service_of(request)
-    options = body.chat_options()
-    draft = Draft(
-        options,
-        service.settings.max_tokens,
-        messages=body.messages,
-        copies=body.n,
-        is_group=body.n > 1,
-        idempotency=await idempotency_of(request),
-        id_prefix="chatcmpl-",
-        request=recorded(_PATH, body.store),
-    )
+    draft = chat_draft(service, body, await idempotency_of(request))
+    options = draft.options
     check_number(service, draft, "n", stream=body.stream)
     target = await service.models.choose(body.model)
     with naming("messages", body.tokens_field):
         if not body.stream:
-            return await answer_with(service, request, draft, target, lambda head, ended: _body(head, ended, options))
+            return await answer_with(
+                service,
+                request,
+                draft,
+                target,
+                lambda head, ended: chat_body(head, ended, options.offers_tools, options.logprobs is not None),
+            )
         return await stream_with(
             service,
             request,
@@ -64,17 +61,32 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         )
 
 
-def _body(head: Head, ended: Sequence[Ended], options: JobOptions) -> Mapping[str, Any]:
+def chat_draft(service: Service, body: ChatRequest, idempotency: Idempotency | None = None) -> Draft:
+    """The job or group that a request asks for."""
+    return Draft(
+        body.chat_options(),
+        service.settings.max_tokens,
+        messages=body.messages,
+        copies=body.n,
+        is_group=body.n > 1,
+        idempotency=idempotency,
+        id_prefix=PREFIX,
+        request=recorded(PATH, body.store),
+    )
+
+
+def chat_body(head: Head, ended: Sequence[Ended], offers_tools: bool, logprobs: bool) -> Mapping[str, Any]:
+    """The answer, made of the sequences that have ended."""
     choices = []
     for index, one in enumerate(ended):
-        fold = MessageFold(one.id, options.offers_tools)
+        fold = MessageFold(one.id, offers_tools)
         fold.feed(one.text)
         fold.finish()
         choices.append(
             {
                 "index": index,
                 "message": fold.body(),
-                "logprobs": None if options.logprobs is None else chat_logprobs(one.lp),
+                "logprobs": chat_logprobs(one.lp) if logprobs else None,
                 "finish_reason": fold.finish_reason(one.finish_reason),
             }
         )

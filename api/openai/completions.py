@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.generation import idempotency_of
-from api.intake import Draft
+from api.intake import Draft, Idempotency
 from api.logprobs import LegacyLogprobs
 from api.openai.answers import ERRORS, EVENTS, Completion
 from api.openai.chunks import CompletionChunks, sum_usage
@@ -18,36 +18,31 @@ from api.openai.requests import COMPLETION_MAX_TOKENS, CompletionRequest
 from api.openai.serving import Ended, Head, answer_with, check_number, recorded, stream_with
 from api.service import service_of
 
-_PATH: Final = "/v1/completions"
+PATH: Final = "/v1/completions"
+PREFIX: Final = "cmpl-"
 
 router = APIRouter(tags=["openai"], responses=ERRORS)
 
 
-@router.post(_PATH, response_model=Completion, responses={200: {"content": EVENTS}})
+@router.post(PATH, response_model=Completion, responses={200: {"content": EVENTS}})
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Complete a prompt, or several: 16 tokens at temperature 1, unless you say otherwise.
 
     With `stream` the answer is a stream of chunks, `data: [DONE]` at its end.
     """
     service = service_of(request)
-    prompts = body.prompts
-    draft = Draft(
-        body.options(),
-        COMPLETION_MAX_TOKENS,
-        prompts,
-        copies=body.n,
-        is_group=len(prompts) * body.n > 1,
-        idempotency=await idempotency_of(request),
-        id_prefix="cmpl-",
-        request=recorded(_PATH, body.store),
-    )
+    draft = completion_draft(body, await idempotency_of(request))
     check_number(service, draft, "prompt", stream=body.stream)
     target = await service.models.choose(body.model)
-    echo = [prompt for prompt in prompts for _ in range(body.n)] if body.echo else []
+    echo = [prompt for prompt in body.prompts for _ in range(body.n)] if body.echo else []
     with naming("prompt"):
         if not body.stream:
             return await answer_with(
-                service, request, draft, target, lambda head, ended: _body(head, ended, body.n, echo, body.logprobs)
+                service,
+                request,
+                draft,
+                target,
+                lambda head, ended: completion_body(head, ended, body.n, echo, body.logprobs is not None),
             )
         return await stream_with(
             service,
@@ -65,14 +60,30 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         )
 
 
-def _body(
-    head: Head, ended: Sequence[Ended], copies: int, echo: Sequence[str], logprobs: int | None
+def completion_draft(body: CompletionRequest, idempotency: Idempotency | None = None) -> Draft:
+    """The job or group that a request asks for."""
+    prompts = body.prompts
+    return Draft(
+        body.options(),
+        COMPLETION_MAX_TOKENS,
+        prompts,
+        copies=body.n,
+        is_group=len(prompts) * body.n > 1,
+        idempotency=idempotency,
+        id_prefix=PREFIX,
+        request=recorded(PATH, body.store),
+    )
+
+
+def completion_body(
+    head: Head, ended: Sequence[Ended], copies: int, echo: Sequence[str], logprobs: bool
 ) -> Mapping[str, Any]:
+    """The answer, made of the sequences that have ended; `echo` is the prompt of each, or empty."""
     choices = [
         {
             "index": index,
             "text": (echo[index] if echo else "") + one.text,
-            "logprobs": None if logprobs is None else LegacyLogprobs().take(one.lp),
+            "logprobs": LegacyLogprobs().take(one.lp) if logprobs else None,
             "finish_reason": one.finish_reason,
         }
         for index, one in enumerate(ended)

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from api.errors import job_headers, root_path
 from api.events import Cursor
 from api.generation import idempotency_of, run
-from api.intake import Draft
+from api.intake import Draft, Idempotency
 from api.openai.answers import ERRORS, EVENTS, DeletedResponse, ResponseObject
 from api.openai.errors import naming
 from api.openai.response_events import ResponseEvents
@@ -38,16 +38,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     service = service_of(request)
     if body.stream:
         service.check_streams()
-    earlier = await _earlier_turns(service, body.previous_response_id)
-    instructions = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
-    draft = Draft(
-        body.response_options(),
-        service.settings.max_tokens,
-        messages=[*instructions, *earlier, *body.turns()],
-        idempotency=await idempotency_of(request),
-        id_prefix=PREFIX,
-        request=kept_request(body.echo(), body.store),
-    )
+    draft = await response_draft(service, body, await idempotency_of(request))
     target = await service.models.choose(body.model)
     with naming("input", "max_output_tokens"):
         if body.stream:
@@ -127,11 +118,25 @@ async def delete_response(id: str, request: Request) -> Response:
     """Forget a response that has ended. Turns that follow it keep what they know of it."""
     service = service_of(request)
     await load(service, id)
-    if await service.ledger.run(service.calls.forget(id, OWNER)) == "riding":
+    if await service.ledger.run(service.calls.forget(id, OWNER)) in ("riding", "open"):
         raise CarpoolError(
             "job_not_ended", f"response {id} has not ended. Cancel it first: POST {PATH}/{id}/cancel", job_id=id
         )
     return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+
+async def response_draft(service: Service, body: ResponseRequest, idempotency: Idempotency | None = None) -> Draft:
+    """The job that a request asks for. Raises CarpoolError where it follows a response that cannot be gone on with."""
+    earlier = await _earlier_turns(service, body.previous_response_id)
+    instructions = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
+    return Draft(
+        body.response_options(),
+        service.settings.max_tokens,
+        messages=[*instructions, *earlier, *body.turns()],
+        idempotency=idempotency,
+        id_prefix=PREFIX,
+        request=kept_request(body.echo(), body.store),
+    )
 
 
 async def _earlier_turns(service: Service, id: str | None) -> list[Message]:

@@ -84,14 +84,21 @@ async def answer_with(
 ) -> Response:
     """Wait for the job or group, and answer with the body made of it."""
     view = await run(service, request, draft, *target)
-    ids: list[str] = view.get("children") or [view["id"]]
     with naming_job(view["id"]):
-        views = await service.views(ids) if draft.is_group else [view]
-        ended = [await _ended(service, one, with_logprobs=draft.options.logprobs is not None) for one in views]
-    head = Head(view["id"], ids, int(view["created_at"]), view["model"])
+        head, ended = await read_answer(service, view, with_logprobs=draft.options.logprobs is not None)
     return Response(
         as_json(body(head, ended)), media_type="application/json", headers=job_headers(head.id, root_path(request))
     )
+
+
+async def read_answer(
+    service: Service, view: Mapping[str, Any], *, with_logprobs: bool
+) -> tuple[Head, Sequence[Ended]]:
+    """What an answer is made of, by the object of a job or group that has succeeded."""
+    ids: list[str] = view.get("children") or [view["id"]]
+    views = await service.views(ids) if "children" in view else [view]
+    ended = [await _ended(service, one, with_logprobs=with_logprobs) for one in views]
+    return Head(view["id"], ids, int(view["created_at"]), view["model"]), ended
 
 
 async def stream_with(

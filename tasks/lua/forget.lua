@@ -1,14 +1,17 @@
 -- Delete an ended job or group with all its keys. ARGV[2]: id, ARGV[3]: whose list it stands in.
--- Returns forgotten, gone, riding (it has not ended), child (it is a part of a group).
+-- Returns forgotten, gone, riding (it has not ended), child (it is a part of a group), open (it is a line of a batch, and
+-- its answer is not written yet).
 local id = ARGV[2]
 
 local function forget(job)
   redis.call('DEL', record_key(job), log_key(job), text_key(job), P .. 'att:' .. job, 'celery-task-meta-' .. job)
 end
 
-local g = fields(group_key(id), 'status', 'n', 'idem')
-local j = fields(KEYS[1], 'status', 'group', 'idem')
+local g = fields(group_key(id), 'status', 'n', 'idem', 'batch')
+local j = fields(KEYS[1], 'status', 'group', 'idem', 'batch')
 local idem
+local batch = g.batch .. j.batch
+if batch ~= '' and redis.call('ZSCORE', P .. 'b:' .. batch .. ':open', string.match(id, '%d+$')) then return 'open' end
 if g.status ~= '' then
   if g.status == 'queued' then return 'riding' end
   for i = 0, tonumber(g.n) - 1 do forget(id .. '.' .. int(i)) end

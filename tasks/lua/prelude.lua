@@ -45,6 +45,22 @@ local function keep_until(key, at)
   redis.call('PEXPIREAT', key, at, 'GT')
 end
 
+-- Has this idempotency key made something already? Returns again or conflict (with another body), and its id.
+local function idempotent(R)
+  if R.idem == '' then return end
+  local known = fields(idem_key(R.idem), 'id', 'body')
+  if known.id ~= '' then return known.body == R.body and 'again' or 'conflict', known.id end
+end
+
+-- A list by time of what was made. It forgets what has expired, a little with each that is new.
+local function list_in_index(index, id, expires, exists)
+  redis.call('ZADD', index, int(NOW_US), id)
+  keep_until(index, int(expires))
+  for _, old in ipairs(redis.call('ZRANGE', index, 0, 1)) do
+    if not exists(old) then redis.call('ZREM', index, old) end
+  end
+end
+
 local function set_due(id, at, expires)
   redis.call('ZADD', DUE, int(at), id)
   keep_until(DUE, int(expires))
@@ -116,7 +132,7 @@ end
 -- The object of GET /jobs/{id} for one job, as JSON; false where there is no record.
 local function job_view(id)
   local j = fields(record_key(id), 'status', 'model', 'seed', 'created_at', 'started_at', 'finished_at', 'rides', 'k',
-    'finish_reason', 'prompt_tokens', 'error', 'stop', 'pool', 'metadata', 'group', 'deadline', 'deaths')
+    'finish_reason', 'prompt_tokens', 'error', 'stop', 'pool', 'metadata', 'group', 'deadline', 'deaths', 'priority')
   if j.status == '' then return false end
   local position = 'null'
   if j.status == 'queued' then
@@ -127,6 +143,7 @@ local function job_view(id)
     '{"id":', quote(id), ',"object":"job","status":', quote(j.status), ',"model":', quote(j.model), ',"seed":', j.seed,
     ',"created_at":', seconds_or_null(j.created_at), ',"started_at":', seconds_or_null(j.started_at),
     ',"finished_at":', seconds_or_null(j.finished_at), ',"deadline_at":', seconds_or_null(j.deadline),
+    ',"priority":', j.priority == '' and '5' or j.priority,
     ',"queue_position":', position, ',"eta_s":null,"attempts":', j.rides == '' and '0' or j.rides,
     ',"cancel_requested":', j.stop == 'cancelled' and 'true' or 'false',
     ',"text":', quote(redis.call('GET', text_key(id)) or ''), ',"finish_reason":', quote_or_null(j.finish_reason),
@@ -138,7 +155,7 @@ end
 -- The same for a group: its own state, and the ids and texts of its children, in order.
 local function group_view(id)
   local g = fields(group_key(id), 'status', 'model', 'seed', 'created_at', 'started_at', 'finished_at', 'n', 'left', 'metadata',
-    'error', 'deadline', 'finish_reason', 'stop')
+    'error', 'deadline', 'finish_reason', 'stop', 'priority')
   if g.status == '' then return false end
   local children, texts, prompt_tokens, tokens, started, riding = {}, {}, 0, 0, '', 0
   for i = 0, tonumber(g.n) - 1 do
@@ -157,6 +174,7 @@ local function group_view(id)
     '{"id":', quote(id), ',"object":"job","status":', quote(status), ',"model":', quote(g.model), ',"seed":', g.seed,
     ',"created_at":', seconds_or_null(g.created_at), ',"started_at":', seconds_or_null(started),
     ',"finished_at":', seconds_or_null(g.finished_at), ',"deadline_at":', seconds_or_null(g.deadline),
+    ',"priority":', g.priority == '' and '5' or g.priority,
     ',"queue_position":null,"eta_s":null,"attempts":', int(riding),
     ',"cancel_requested":', g.stop == 'cancelled' and 'true' or 'false',
     ',"text":null,"texts":[', table.concat(texts, ','), '],"children":[', table.concat(children, ','),
@@ -198,10 +216,15 @@ local function reason_of(error) return error ~= '' and cjson.decode(error) or {}
 
 local RANK = { succeeded = 0, expired = 1, cancelled = 2, failed = 3 }
 
+-- Who fills a batch's output is told that one of its lines has ended.
+local function tell_batch(batch, status)
+  if batch ~= '' then publish(batch, string.format('{"v":1,"t":"end","n":0,"ids":[],"text":[],"status":%s}', quote(status))) end
+end
+
 -- One child of a group has ended. The last one ends the group: failed > cancelled > expired > succeeded.
 local function group_child_ended(group, child, status, error)
   local key = group_key(group)
-  local g = fields(key, 'worst', 'idem', 'n')
+  local g = fields(key, 'worst', 'idem', 'n', 'batch')
   if g.n == '' then return end
   if g.worst == '' or RANK[status] > RANK[g.worst] then
     redis.call('HSET', key, 'worst', status, 'error', error, 'culprit', child)
@@ -209,19 +232,21 @@ local function group_child_ended(group, child, status, error)
   end
   if redis.call('HINCRBY', key, 'left', -1) > 0 then return end
   redis.call('HSET', key, 'status', g.worst, 'finished_at', int(NOW))
-  local at = int(NOW + kept_for(g.idem))
+  -- a line of a batch stays until its answer is in the batch's output
+  local at = int(g.batch ~= '' and redis.call('PEXPIRETIME', key) or NOW + kept_for(g.idem))
   celery_end(group, g.worst, group_view(group), reason_of(redis.call('HGET', key, 'error') or ''), at)
   publish(group, string.format('{"v":1,"t":"end","n":0,"ids":[],"text":[],"status":%s}', quote(g.worst)))
   redis.call('PEXPIREAT', key, at)
   if g.idem ~= '' then redis.call('PEXPIREAT', idem_key(g.idem), at) end
   for i = 0, tonumber(g.n) - 1 do expire_job(group .. '.' .. int(i), at) end
+  tell_batch(g.batch, g.worst)
 end
 
 -- Exactly one end, and it is the last entry of the log. Its own epoch refuses late writers by entry id as well.
 -- Returns false where the job has already ended or is gone.
 local function terminal(id, status, finish_reason, error, tail)
   local key = record_key(id)
-  local j = fields(key, 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens')
+  local j = fields(key, 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens', 'batch')
   if j.status ~= 'queued' and j.status ~= 'running' then return false end
   local reason = reason_of(error) -- before anything is written: there is no rollback
   local epoch = int(tonumber(j.epoch) + 1)
@@ -235,8 +260,9 @@ local function terminal(id, status, finish_reason, error, tail)
   leave_queues(id, j.pool)
   redis.call('ZREM', DUE, id)
   publish(id, data)
-  -- the children of a group stay until the group has ended, so that its texts are whole
-  local at = int(j.group ~= '' and redis.call('PEXPIRETIME', key) or NOW + kept_for(j.idem))
+  -- the children of a group stay until the group has ended, so that its texts are whole, and a line of a batch until its
+  -- answer is in the batch's output
+  local at = int((j.group ~= '' or j.batch ~= '') and redis.call('PEXPIRETIME', key) or NOW + kept_for(j.idem))
   celery_end(id, status, job_view(id), reason, at)
   expire_job(id, at)
   if j.native ~= '' then redis.call('SET', P .. 'tomb:' .. id, '1', 'PX', int(C.tombstone)) end
@@ -245,6 +271,7 @@ local function terminal(id, status, finish_reason, error, tail)
   elseif j.idem ~= '' then
     redis.call('PEXPIREAT', idem_key(j.idem), at)
   end
+  tell_batch(j.batch, status)
   return true
 end
 

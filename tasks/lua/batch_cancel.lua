@@ -1,0 +1,16 @@
+-- No further line is taken, and those that ride are to stop; who serves the batch sees to both. ARGV[2]: id.
+-- Returns the status, or gone.
+local id = ARGV[2]
+local key = batch_key(id)
+local b = fields(key, 'status')
+if b.status == '' then return 'gone' end
+if b.status == 'validating' or b.status == 'in_progress' then
+  redis.call('HSET', key, 'status', 'cancelling', 'cancelling_at', int(NOW), 'ending', 'cancelled')
+  if b.status == 'validating' then
+    redis.call('HSET', key, 'fed', '1')
+    settle(id)
+  end
+  publish(id, '{"v":1,"t":"end","n":0,"ids":[],"text":[],"status":"cancelling"}')
+  return redis.call('HGET', key, 'status')
+end
+return b.status
