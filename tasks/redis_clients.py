@@ -126,3 +126,10 @@ _EVEN_WHEN_FULL = "#!lua flags=allow-oom\nreturn redis.call(ARGV[1], KEYS[1], un
 def write_even_when_full(client: redis.Redis, command: str, key: str, *arguments: str | int | float) -> Any:
     """One write, also where the server's memory is used up: what accepted jobs need so that they come to their end."""
     return client.eval(_EVEN_WHEN_FULL, 1, key, command, *arguments)
+
+
+async def write_even_when_full_async(
+    client: redis.asyncio.Redis, command: str, key: str, *arguments: str | int | float
+) -> Any:
+    """The same for the event loop."""
+    return await client.eval(_EVEN_WHEN_FULL, 1, key, command, *arguments)

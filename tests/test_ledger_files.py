@@ -81,6 +81,7 @@ def test_a_deleted_file_leaves_nothing(ledger: LedgerOnAClock) -> None:
 
 
 def test_an_upload_that_is_given_up_leaves_nothing(ledger: LedgerOnAClock) -> None:
+    assert ledger.run(ledger.batch_calls.delete_file("file-that-never-began", 1)) == "deleted"
     append(ledger, INPUT, 0, b"abc")
     append(ledger, INPUT, 1, b"abc")
     assert ledger.run(ledger.batch_calls.delete_file(INPUT, 2)) == "deleted"

@@ -14,7 +14,7 @@ local function account(id, bytes, expires)
 end
 
 local function unaccount(id)
-  redis.call('HINCRBY', FILES_BYTES, 'total', int(-tonumber(redis.call('HGET', FILES_BYTES, id) or 0)))
+  redis.call('HINCRBY', FILES_BYTES, 'total', int(0 - tonumber(redis.call('HGET', FILES_BYTES, id) or 0)))
   redis.call('HDEL', FILES_BYTES, id)
   redis.call('ZREM', FILES_UNTIL, id)
   redis.call('ZREM', FILES, id)
