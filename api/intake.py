@@ -96,7 +96,7 @@ class Intake:
     """Accepts jobs into the ledger.
 
     Args:
-        keeper: sends invitations and pumps pools; never blocks.
+        keeper: invites jobs of a pool; never blocks.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Intake:
         self._keeper = keeper
 
     async def accept(self, draft: Draft, alias: str, model: ModelInfo | None) -> Ticket:
-        """Record the jobs and have a worker invited. Never waits for the broker.
+        """Record the jobs and invite a worker, in one call.
 
         Raises:
             CarpoolError: it was refused, and nothing was recorded; "redis_unavailable" names the job's id where the
@@ -163,9 +163,7 @@ class Intake:
                 param="Idempotency-Key",
                 job_id=accepted.id,
             )
-        if accepted.invitations:
-            self._keeper.invite(accepted.invitations)
-        elif accepted.verdict == "again":
+        if accepted.verdict == "again":
             self._keeper.wake(alias)
         # the same id a second time is our own call, sent again because its answer was lost
         return Ticket(accepted.id, accepted.id == id, durable)

@@ -45,10 +45,16 @@ class Call(Generic[T]):
 
 
 class Calls:
-    """Builds the calls of the ledger, with this installation's constants."""
+    """Builds the calls of the ledger, with this installation's constants.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        invitation: template of the message of an invitation (`tasks.invitations`). Without one, jobs are marked as
+            invited and no message is sent.
+    """
+
+    def __init__(self, settings: Settings, invitation: str = "") -> None:
         self.db = database(settings.redis_url)
+        self._invitation = invitation
         self._config = json.dumps(
             {
                 "db": self.db,
@@ -93,6 +99,7 @@ class Calls:
             "body": request.body_hash,
             "native": "1" if request.native else "",
             "invite": invite,
+            "message": self._invitation if invite else "",
         }
         ids = [f"{request.id}.{i}" for i in range(len(request.jobs))] if request.is_group else [request.id]
         args = (json.dumps(body, ensure_ascii=False), *(job.input for job in request.jobs))
@@ -156,8 +163,8 @@ class Calls:
         return self._call("unclaimed", [id], (id,), str)
 
     def pump(self, pool: str, incarnation: str = "", free: int = 0) -> Call[list[Invitation]]:
-        """Mark the next waiting jobs of a pool as invited; a worker says its free slots along with it."""
-        args = (pool, incarnation, free)
+        """Invite the next waiting jobs of a pool; a worker says its free slots along with it."""
+        args = (pool, self._invitation, incarnation, free)
         return self._call("pump", [], args, lambda answer: [Invitation(id, pool) for id in answer])
 
     def reap(self) -> Call[Reaped]:
@@ -165,7 +172,7 @@ class Calls:
         return self._call(
             "reap",
             [],
-            (),
+            (self._invitation,),
             lambda answer: Reaped(
                 int(answer[0]), tuple(Invitation(*pair) for pair in zip(answer[1::2], answer[2::2], strict=True))
             ),

@@ -1,4 +1,4 @@
-"""The keeper of the ledger: a thread in every API and worker process that reaps what is due and pumps what waits.
+"""The keeper of the ledger: a thread in every API and worker process that reaps what is due and invites what waits.
 
 Any number of keepers is right, since each transition is one atomic script; a lock only saves them work.
 """
@@ -12,14 +12,10 @@ import time
 import uuid
 
 import structlog
-from celery import Celery
-from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from tasks import keys
-from tasks.invitations import invite
 from tasks.ledger import SyncLedger
-from tasks.ledger_types import Invitation
 from tasks.redis_clients import connect, write_even_when_full
 from tasks.settings import Settings
 
@@ -30,13 +26,17 @@ _REAP_PAGE = 50
 
 
 class Keeper:
-    """Pumps a pool as soon as it is told to, and looks at everything once a tick."""
+    """Pumps a pool as soon as it is told to, and looks at everything once a tick.
 
-    def __init__(self, settings: Settings, celery: Celery) -> None:
+    Args:
+        invitation: template of the message of an invitation (`tasks.invitations`).
+    """
+
+    def __init__(self, settings: Settings, invitation: str) -> None:
         self._settings = settings
-        self._celery = celery
+        self._invitation = invitation
         self._id = uuid.uuid4().hex
-        self._wanted: queue.SimpleQueue[str | tuple[Invitation, ...] | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="carpool-keeper", daemon=True)
         self._stopping = threading.Event()
         self._trouble = ""
@@ -48,10 +48,6 @@ class Keeper:
         """Ask for a pump of this pool, from any thread; returns at once."""
         self._wanted.put(pool)
 
-    def invite(self, invitations: tuple[Invitation, ...]) -> None:
-        """Send the messages of jobs that were marked already, from any thread; returns at once."""
-        self._wanted.put(invitations)
-
     def close(self) -> None:
         """End the thread; bounded by the Redis timeout."""
         self._stopping.set()
@@ -61,58 +57,43 @@ class Keeper:
 
     def _run(self) -> None:
         client = connect(self._settings)
-        ledger = SyncLedger(client, self._settings)
+        ledger = SyncLedger(client, self._settings, self._invitation)
         next_tick = time.monotonic()
         try:
             while not self._stopping.is_set():
-                pools, invitations = self._wait(max(0.0, next_tick - time.monotonic()))
+                pools = self._wait(max(0.0, next_tick - time.monotonic()))
                 if self._stopping.is_set():
                     return
                 try:
-                    if invitations:
-                        invite(self._celery, invitations)
                     for pool in pools:
-                        self._pump(ledger, pool)
+                        ledger.run(ledger.calls.pump(pool))
                     if time.monotonic() >= next_tick:
                         next_tick = time.monotonic() + self._settings.reaper_tick_s
                         self._tick(ledger)
                     self._recovered()
-                except (RedisError, OperationalError, OSError) as error:
+                except (RedisError, OSError) as error:
                     # whatever was wanted is seen again by the next tick
                     self._failed(error)
         finally:
             client.close()
 
-    def _wait(self, timeout_s: float) -> tuple[set[str], list[Invitation]]:
-        """What was asked for, all that is known by now: pools to pump and messages to send. Empty at the tick."""
-        pools: set[str] = set()
-        invitations: list[Invitation] = []
+    def _wait(self, timeout_s: float) -> set[str]:
+        """The pools that were asked for, all that is known by now. None at the tick."""
+        wanted: set[str | None] = set()
         with contextlib.suppress(queue.Empty):
-            wanted = self._wanted.get(timeout=timeout_s)
+            wanted.add(self._wanted.get(timeout=timeout_s))
             while True:
-                if isinstance(wanted, str):
-                    pools.add(wanted)
-                elif wanted is not None:
-                    invitations.extend(wanted)
-                wanted = self._wanted.get_nowait()
-        return pools, invitations
-
-    def _pump(self, ledger: SyncLedger, pool: str) -> None:
-        invitations = ledger.run(ledger.calls.pump(pool))
-        if invitations:
-            invite(self._celery, invitations)
+                wanted.add(self._wanted.get_nowait())
+        return {pool for pool in wanted if pool is not None}
 
     def _tick(self, ledger: SyncLedger) -> None:
         if not self._holds_lock(ledger):
             return
         looked_at = _REAP_PAGE
         while looked_at == _REAP_PAGE and not self._stopping.is_set():
-            reaped = ledger.run(ledger.calls.reap())
-            looked_at = reaped.looked_at
-            if reaped.invitations:
-                invite(self._celery, reaped.invitations)
+            looked_at = ledger.run(ledger.calls.reap()).looked_at
         for pool in ledger.client.hkeys(keys.MODELS):
-            self._pump(ledger, str(pool))
+            ledger.run(ledger.calls.pump(str(pool)))
 
     def _holds_lock(self, ledger: SyncLedger) -> bool:
         if write_even_when_full(ledger.client, "SET", keys.REAPER, self._id, "NX", "PX", _LOCK_MS):

@@ -31,9 +31,9 @@ def script_text(name: str) -> str:
 class SyncLedger:
     """Runs calls on a client of a thread."""
 
-    def __init__(self, client: redis.Redis, settings: Settings) -> None:
+    def __init__(self, client: redis.Redis, settings: Settings, invitation: str = "") -> None:
         self.client = client
-        self.calls = Calls(settings)
+        self.calls = Calls(settings, invitation)
         self._digests: dict[str, str] = {}
 
     def run(self, call: Call[T]) -> T:
@@ -52,9 +52,9 @@ class SyncLedger:
 class AsyncLedger:
     """Runs calls on the event loop."""
 
-    def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
+    def __init__(self, client: redis.asyncio.Redis, settings: Settings, invitation: str = "") -> None:
         self.client = client
-        self.calls = Calls(settings)
+        self.calls = Calls(settings, invitation)
         self._digests: dict[str, str] = {}
 
     async def run(self, call: Call[T]) -> T:

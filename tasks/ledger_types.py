@@ -48,7 +48,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """A job that a Celery message is to be sent for."""
+    """A job that was invited, by a Celery message in its pool's queue."""
 
     id: str
     pool: str
@@ -58,7 +58,7 @@ class Invitation:
 class Accepted:
     """ok: new. again: this id or idempotency key is known, `id` is its job. conflict: known with another body.
 
-    tomb: a task of that id was sent with plain Celery, has ended, and its record is gone. `invitations` are to be sent.
+    tomb: a task of that id was sent with plain Celery, has ended, and its record is gone. `invitations` were sent.
     """
 
     verdict: str
@@ -187,7 +187,7 @@ class JobState:
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """How many due jobs were looked at (50 is the most of one call), and which are to be invited."""
+    """How many due jobs were looked at (50 is the most of one call), and which were invited."""
 
     looked_at: int
     invitations: tuple[Invitation, ...]

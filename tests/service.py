@@ -20,6 +20,7 @@ from tasks import keys
 from tasks.acceptance import job_acceptance
 from tasks.app import CarpoolCelery, create_celery
 from tasks.entries import Entry, decode
+from tasks.invitations import invitation_template
 from tasks.job_request import JobRequest
 from tasks.keeper import Keeper
 from tasks.ledger import SyncLedger
@@ -106,7 +107,7 @@ class Service:
         self.ledger = SyncLedger(self.client, self.settings)
         self.celery: CarpoolCelery = create_celery(self.settings)
         self.workers: list[WorkerProcess] = []
-        self._keeper = Keeper(self.settings, self.celery)
+        self._keeper = Keeper(self.settings, invitation_template(self.celery))
 
     def __enter__(self) -> Self:
         pool = self.settings.pool

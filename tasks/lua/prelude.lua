@@ -296,10 +296,19 @@ local function has_worker(pool, state)
   return false
 end
 
--- The next waiting jobs of a pool, marked as invited, in order. Their messages are sent outside.
+-- The Celery message of an invitation, into the broker's list. `template` is kombu's message for no job in particular
+-- (tasks/invitations.py); '' sends none, for a caller that has a broker of its own.
+local function send_invitation(template, pool, id)
+  if template == '' then return end
+  local fillings = { id = quote(id):sub(2, -2), queue = quote(queue_key(pool)):sub(2, -2),
+    tag = quote(id .. ':' .. int(NOW_US)):sub(2, -2) }
+  redis.call('LPUSH', queue_key(pool), (template:gsub('@(%l+)@', fillings)))
+end
+
+-- The next waiting jobs of a pool, in order, marked as invited and with their messages sent.
 -- So few messages are in the broker that the wait set alone decides the order: the free slots and two more. What lies in
 -- the broker counts too, or full workers would have the same jobs invited again every 3 s.
-local function invite_waiting(pool)
+local function invite_waiting(pool, template)
   local free, ready, prints = 0, false, {}
   for _, incarnation in ipairs(redis.call('ZRANGEBYSCORE', pool_workers_key(pool), int(NOW), '+inf')) do
     local w = fields(worker_key(incarnation), 'state', 'free', 'fingerprint')
@@ -328,6 +337,7 @@ local function invite_waiting(pool)
           offset = offset - 1
         elseif free == 0 or j.fingerprint == '' or j.k == '0' or prints[j.fingerprint] then
           redis.call('ZADD', inv, int(NOW), id)
+          send_invitation(template, pool, id)
           invited[#invited + 1] = id
           room = room - 1
           if room == 0 then break end
