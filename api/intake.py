@@ -128,11 +128,15 @@ class Intake:
     async def accept_and_follow(
         self, draft: Draft, alias: str, model: ModelInfo | None, *, ends_only: bool
     ) -> tuple[Ticket, Feed]:
-        """The same, with a feed of the job that was there before it, so that nothing can be missed. Close the feed."""
+        """The same, with a feed of the job. Close the feed."""
         await self._check(draft, model)
         id = str(uuid.uuid4())
-        feed = await self._relay.follow([id], ends_only=ends_only)
-        feed.lost.clear()  # nothing was published yet
+        # The subscription is on its way together with the acceptance. Without a connection it goes first, so that
+        # nothing is started that nobody can follow.
+        if self._relay.is_connected:
+            feed = self._relay.open([id], ends_only=ends_only)
+        else:
+            feed = await self._relay.follow([id], ends_only=ends_only)
         try:
             ticket = await self._accept(draft, alias, id)
             if ticket.is_new:
