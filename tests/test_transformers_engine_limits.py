@@ -122,7 +122,8 @@ def test_where_the_device_has_no_memory_for_another_row_the_newcomers_end_and_th
     monkeypatch.setattr(SlotCache, "reserve", reserve_four)
     for row in range(4):
         engine.add(sequence(f"rider-{row}", prompt(3, row)))
-    engine.step()
+    for _ in range(4):
+        engine.step()
     engine.add(sequence("a", prompt(9)))
     engine.add(sequence("b", prompt(8)))
 

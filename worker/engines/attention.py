@@ -7,7 +7,7 @@ has to know which token belongs to whom: that is `BatchLayout`, which the forwar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,13 +32,21 @@ class ChunkLayout:
     Attributes:
         row: of the KV cache.
         end: tokens of that row, the chunk included.
-        mask: added to scores, shape [1, 1, num_tokens, end]; None where the chunk is the prompt's first.
+        mask: added to scores, shape [num_tokens, end]; None where the chunk is the prompt's first.
     """
 
     num_tokens: int
     row: int
     end: int
     mask: torch.Tensor | None = None
+    _repeated: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def repeated_mask(self, count: int) -> torch.Tensor:
+        """The mask `count` times below itself, shape [count * num_tokens, end]; made once for all layers."""
+        assert self.mask is not None
+        if count not in self._repeated:
+            self._repeated[count] = self.mask.repeat(count, 1)
+        return self._repeated[count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +132,23 @@ def _first_rows(buffer: torch.Tensor, num_rows: int, length: int) -> torch.Tenso
 def _attend_chunk(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk: ChunkLayout, scaling: float | None
 ) -> torch.Tensor:
+    _, num_heads, num_tokens, head_dim = query.shape
+    num_kv_heads = key.shape[1]
     rows = slice(chunk.row, chunk.row + 1)
     keys, values = key[rows, :, : chunk.end], value[rows, :, : chunk.end]
-    num_shared = query.shape[1] // key.shape[1]
-    if num_shared > 1 and query.is_cuda and chunk.mask is not None:
-        # CUDA has no fast kernel for grouped queries with a mask.
-        keys, values = keys.repeat_interleave(num_shared, dim=1), values.repeat_interleave(num_shared, dim=1)
+    if chunk.mask is None:
+        output = scaled_dot_product_attention(
+            query, keys, values, is_causal=True, scale=scaling, enable_gqa=num_heads != num_kv_heads
+        )
+        return output.transpose(1, 2)
+    # As in decoding: keys are then read once and not once per head, which a few tokens behind many gain most from,
+    # and CUDA has no fast kernel for grouped queries with a mask.
+    num_shared = num_heads // num_kv_heads
     output = scaled_dot_product_attention(
-        query,
+        query.reshape(1, num_kv_heads, num_shared * num_tokens, head_dim),
         keys,
         values,
-        attn_mask=chunk.mask,
-        is_causal=chunk.mask is None,
+        attn_mask=chunk.repeated_mask(num_shared),
         scale=scaling,
-        enable_gqa=keys.shape[1] != query.shape[1],
     )
-    return output.transpose(1, 2)
+    return output.reshape(1, num_heads, num_tokens, -1).transpose(1, 2)

@@ -105,7 +105,7 @@ class ForwardPass:
         first = num_decoding
         for chunk in chunks:
             behind = first + len(chunk.token_ids)
-            mask = self._mask(flat_positions[first:behind], chunk.end)[None, None] if chunk.start > 0 else None
+            mask = self._mask(flat_positions[first:behind], chunk.end) if chunk.start > 0 else None
             layouts.append(ChunkLayout(len(chunk.token_ids), chunk.row, chunk.end, mask))
             first = behind
         return BatchLayout(num_decoding, decode_length, decode_mask, tuple(layouts))
