@@ -8,7 +8,7 @@ from typing import Final
 
 #: A step that several sequences share is to take this many times as long as one that only decodes: three are promised,
 #: and no two steps take the same time.
-STRETCH: Final = 2.25
+STRETCH: Final = 2.0
 #: A prompt goes on by so many tokens in any case.
 LEAST_TOKENS: Final = 8
 #: Before anything is measured.
