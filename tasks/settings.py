@@ -74,7 +74,7 @@ class Settings(BaseSettings):
     )
     max_batch_size: int = Field(4, ge=1, le=1024, description="Slots: sequences that ride in one batch.")
     max_tokens: int = Field(4096, ge=1, description="Most new tokens of a request that does not say how many.")
-    prefill_chunk_tokens: int = Field(256, ge=1, description="Prompt tokens computed between two decoding steps.")
+    prefill_chunk_tokens: int = Field(256, ge=1, description="Most prompt tokens computed between two decoding steps.")
     simulated_step_ms: float = Field(20, ge=0, description="Simulated engine: time of one step of the whole batch.")
     simulated_prefill_ms: float = Field(0, ge=0, description="Simulated engine: time of one prompt's prefill.")
     simulated_context_length: int = Field(8192, ge=8, description="Simulated engine: context length in tokens.")
