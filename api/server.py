@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import signal
 import socket
@@ -64,7 +63,7 @@ def serve(settings: Settings) -> None:
         server = Server(server_config(settings, app), app)
         host, port = listener.getsockname()[:2]
         _log.info("api_listens", host=host, port=port, redis=redacted(settings.redis_url))
-        asyncio.run(server.serve([listener]))
+        server.run([listener])
 
 
 def check_host(settings: Settings) -> None:
@@ -128,8 +127,8 @@ def server_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
         app,
         host=settings.host,
         port=settings.port,
-        loop="asyncio",
-        http="h11",
+        loop="uvloop",
+        http="httptools",
         ws="none",
         lifespan="on",
         log_config=None,
