@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from redis.exceptions import AuthenticationError, AuthorizationError, ConnectionError, RedisError, TimeoutError
 
 from api.app import create_app
+from api.http_protocol import http_protocol
 from api.safety import is_loopback
 from api.service import Service
 from tasks.codes import CarpoolError
@@ -128,7 +129,7 @@ def server_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http="httptools",
+        http=http_protocol(settings),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -57,6 +57,9 @@ class Settings(BaseSettings):
     max_prompts: int = Field(256, ge=1, le=256, description="Most prompts in one request.")
     max_wait_s: float = Field(60, gt=0, description="Longest `?wait=` of a poll.")
     max_streams: int = Field(4096, ge=1, description="Most open streams of one API process; further ones get 503.")
+    receive_timeout_s: float = Field(
+        60, gt=0, description="A request's head has so long to arrive; its body may be silent for so long."
+    )
     sse_heartbeat_s: float = Field(15, gt=0, description="Heartbeat comment on a silent stream.")
     stream_queue: int = Field(256, ge=1, description="Entries held for a slow client before it reads the log.")
     ack_after_fsync: bool = Field(False, description="Answer 202 only after WAITAOF says the record is on disk.")
