@@ -18,8 +18,9 @@ from api.events import as_json
 from api.feed import Feed
 from api.relay import Relay
 from tasks.acceptance import input_json, params_json
+from tasks.chat import Message
 from tasks.codes import CarpoolError
-from tasks.job_request import JobOptions, Message, child_seed, draw_seed
+from tasks.job_request import JobOptions, child_seed, draw_seed
 from tasks.keeper import Keeper
 from tasks.ledger import AsyncLedger, script_text
 from tasks.ledger_types import Acceptance, Accepted, Job
@@ -74,7 +75,7 @@ class Draft:
     def inputs(self) -> list[str]:
         """The input of each job as JSON."""
         if self.messages is not None:
-            return [input_json(None, [(message.role, message.text) for message in self.messages])]
+            return [input_json(None, self.messages)]
         return [input_json(prompt, None) for prompt in self.prompts]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
+from tasks.chat import Message
 from tasks.job_request import JobRequest, SamplingParams, draw_seed
 from tasks.ledger_types import Acceptance, Job
 from tasks.settings import Settings
@@ -12,27 +14,30 @@ from tasks.settings import Settings
 JOB_MAX_TOKENS = 256
 
 
-def input_json(prompt: str | None, messages: list[tuple[str, str]] | None) -> str:
+def input_json(prompt: str | None, messages: Sequence[Message] | None) -> str:
     """What a job is to continue, as the record keeps it."""
-    return json.dumps({"prompt": prompt} if messages is None else {"messages": messages}, ensure_ascii=False)
+    given = {"prompt": prompt} if messages is None else {"messages": [message.as_record() for message in messages]}
+    return json.dumps(given, ensure_ascii=False)
 
 
 def params_json(params: SamplingParams, max_tokens: int) -> str:
-    """Sampling parameters as the record keeps them: complete, but for the seed, which stands apart."""
-    return params.model_copy(update={"max_tokens": max_tokens, "seed": None}).model_dump_json()
+    """Sampling parameters as the record keeps them, but for the seed, which stands apart.
+
+    What is None is left out, so that a worker of the release before reads all records that ask for nothing new.
+    """
+    given = params.model_copy(update={"max_tokens": max_tokens, "seed": None})
+    return given.model_dump_json(exclude={name for name in SamplingParams.model_fields if getattr(given, name) is None})
 
 
 def job_acceptance(id: str, pool: str, request: JobRequest, settings: Settings, native: bool = False) -> Acceptance:
     """One job as the ledger accepts it, with `POST /jobs`' defaults."""
-    messages: list[tuple[str, str]] | None = (
-        None if request.messages is None else [(turn.role, turn.text) for turn in request.messages]
-    )
     max_tokens = request.max_tokens or min(JOB_MAX_TOKENS, settings.max_tokens)
+    seed = draw_seed() if request.seed is None else request.seed
     return Acceptance(
         id=id,
         pool=pool,
         params=params_json(request.sampling(), max_tokens),
-        jobs=[Job(request.seed if request.seed is not None else draw_seed(), input_json(request.prompt, messages))],
+        jobs=[Job(seed, input_json(request.prompt, request.messages))],
         deadline_s=request.deadline_s or settings.deadline_s,
         tokens_are_default=request.max_tokens is None,
         metadata=json.dumps(request.metadata, ensure_ascii=False) if request.metadata else "",

@@ -1,6 +1,7 @@
 """The entries of a job's log: what stands in the Redis Stream and what its channel carries, byte for byte the same.
 
 An entry is compact UTF-8 JSON `{v, t, n, ids, text, …}`. `n` is the number of tokens that the log holds after it.
+Where logprobs were asked for, a token entry has `lp` too, one item per id.
 Markers and ends are written by the scripts (`tasks/lua/`), token entries by the worker through `encode_tokens`.
 """
 
@@ -9,10 +10,33 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal, NotRequired, TypedDict
 
 #: Version of records, entries and messages. A reader understands this one and the one before.
 VERSION = 1
+#: Stands for a logprob of -inf, which JSON cannot say. The same number as OpenAI's.
+NO_LOGPROB: Final = -9999.0
+
+
+class TokenLogprob(TypedDict):
+    """A token and its logprob, from the distribution of the model before anything was done to it.
+
+    Attributes:
+        id: of the token.
+        lp: its natural logarithm of probability; `NO_LOGPROB` for a probability of 0.
+        b: its bytes, in UTF-8; a character may be cut in two. Of a special token its name's.
+        top: of a generated token, the likeliest ones in falling order, as many as were asked for.
+    """
+
+    id: int
+    lp: float
+    b: list[int]
+    top: NotRequired[list[TokenLogprob]]
+
+
+def token_string(logprob: TokenLogprob) -> str:
+    """The token's bytes as text, U+FFFD for what is no character."""
+    return bytes(logprob["b"]).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +48,7 @@ class Entry:
         n: tokens in the log after this entry.
         ids: token ids, one per token.
         text: text of each token; "" where it is still held back. An end has its tail here, as one item.
+        lp: logprobs of each token, also while its text is held back; empty where they were not asked for.
         status, finish_reason, usage, error: only of an end.
     """
 
@@ -35,6 +60,7 @@ class Entry:
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
+    lp: tuple[TokenLogprob, ...] = ()
 
     @property
     def first(self) -> int:
@@ -44,16 +70,15 @@ class Entry:
     def after(self, have: int) -> Entry:
         """The part of a token entry that follows token `have`."""
         skip = max(0, have - self.first + 1)
-        return replace(self, ids=self.ids[skip:], text=self.text[skip:]) if skip else self
+        return replace(self, ids=self.ids[skip:], text=self.text[skip:], lp=self.lp[skip:]) if skip else self
 
 
-def encode_tokens(n: int, ids: Sequence[int], text: Sequence[str]) -> str:
-    """The token entry whose last token is number `n`; `text` holds one item per id."""
-    return json.dumps(
-        {"v": VERSION, "t": "tokens", "n": n, "ids": list(ids), "text": list(text)},
-        ensure_ascii=False,
-        separators=(",", ":"),
-    )
+def encode_tokens(n: int, ids: Sequence[int], text: Sequence[str], lp: Sequence[TokenLogprob] = ()) -> str:
+    """The token entry whose last token is number `n`; `text` holds one item per id, and so does `lp`, or none."""
+    entry: dict[str, Any] = {"v": VERSION, "t": "tokens", "n": n, "ids": list(ids), "text": list(text)}
+    if lp:
+        entry["lp"] = list(lp)
+    return json.dumps(entry, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def decode(data: str | bytes) -> Entry:
@@ -72,4 +97,5 @@ def decode(data: str | bytes) -> Entry:
         finish_reason=raw.get("finish_reason"),
         usage=raw.get("usage"),
         error=raw.get("error"),
+        lp=tuple(raw.get("lp") or ()),
     )

@@ -5,21 +5,37 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
+
+from tasks.chat import Message
+from tasks.structured import check_response_format, check_tool_choice, check_tools, chosen_tool
 
 #: Largest seed that every JSON reader keeps exact.
 MAX_DRAWN_SEED = 2**53 - 1
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
 MAX_METADATA_BYTES = 16 * 1024
+#: Most alternatives whose logprobs a token comes with.
+MAX_LOGPROBS = 20
+_MAX_TOKEN_ID_DIGITS = 10
 
 
 class SamplingParams(BaseModel):
     """How tokens are drawn, by their OpenAI names. `temperature` 0 is greedy.
 
-    `max_tokens` None means: as many as the endpoint's default and the context allow.
+    `max_tokens` None means: as many as the endpoint's default and the context allow. `logprobs` None means: none are
+    wanted; a number is how many alternatives each token's comes with. A `response_format` of type text is None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,6 +51,11 @@ class SamplingParams(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     logit_bias: dict[str, float] = Field(default_factory=dict)
+    logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS, description="alternatives per token; null: none")
+    response_format: Annotated[dict[str, Any] | None, AfterValidator(check_response_format)] = None
+    tools: Annotated[list[dict[str, Any]] | None, AfterValidator(check_tools)] = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: StrictBool | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -59,33 +80,36 @@ class SamplingParams(BaseModel):
     @classmethod
     def _biases_within_bounds(cls, value: dict[str, float]) -> dict[str, float]:
         for token, bias in value.items():
-            if not token.isdecimal():
-                raise ValueError(f"{token!r} is no token id")
+            if not token.isdecimal() or len(token) > _MAX_TOKEN_ID_DIGITS:
+                raise ValueError(f"{token[:80]!r} is no token id")
             if not -100 <= bias <= 100:
                 raise ValueError(f"a bias of {bias:g} for token {token}, from -100 to 100 is possible")
         return value
 
-
-class TextPart(BaseModel):
-    """A part of a message: text."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One turn of a chat."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    @model_validator(mode="after")
+    def _tools_fit_together(self) -> Self:
+        check_tool_choice(self.tool_choice, self.tools)
+        if self.parallel_tool_calls is not None and self.tools is None:
+            raise ValueError("parallel_tool_calls without tools: give both or none")
+        return self
 
     @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def offers_tools(self) -> bool:
+        """Whether the model is shown the tools, may call them, and its text is to be read for calls."""
+        return self.tools is not None and self.tool_choice != "none"
+
+    @property
+    def must_call_tools(self) -> bool:
+        """Whether the text has to be calls of tools, and nothing else."""
+        return self.tools is not None and (self.tool_choice == "required" or isinstance(self.tool_choice, dict))
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that may be called: all that are offered, or the one that was chosen."""
+        if self.tools is None or not self.offers_tools:
+            return []
+        name = chosen_tool(self.tool_choice)
+        return [tool for tool in self.tools if name is None or tool["function"]["name"] == name]
 
 
 Prompt = Annotated[str, Field(min_length=1)]
@@ -122,6 +146,8 @@ class JobRequest(JobOptions):
     def _either_prompt_or_messages(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.tools is not None and self.messages is None:
+            raise ValueError("tools with a prompt: give messages, since a chat template shows the tools to the model")
         return self
 
 

@@ -96,6 +96,7 @@ class SlotWrite:
         first: index of the first of `ids` (or of the next token): must be the ledger's k + 1.
         board: the sequence is about to be given to the child.
         texts: one per id.
+        lp: logprobs, one item per id, or none at all.
         final: "" or succeeded, failed, cancelled, expired; only with every token in.
         tail: text that was still held back.
         error: the error as JSON where `final` is failed.
@@ -107,6 +108,7 @@ class SlotWrite:
     first: int
     ids: tuple[int, ...] = ()
     texts: tuple[str, ...] = ()
+    lp: tuple[entries.TokenLogprob, ...] = ()
     board: bool = False
     prompt_tokens: int | None = None
     final: str = ""
@@ -115,7 +117,8 @@ class SlotWrite:
     error: str = ""
 
     def arguments(self) -> tuple[str | int, ...]:
-        data = entries.encode_tokens(self.first + len(self.ids) - 1, self.ids, self.texts) if self.ids else ""
+        n = self.first + len(self.ids) - 1
+        data = entries.encode_tokens(n, self.ids, self.texts, self.lp) if self.ids else ""
         return (
             self.id,
             self.epoch,

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from tasks import keys
-from tasks.entries import VERSION, Entry, decode, encode_tokens
+from tasks.entries import VERSION, Entry, TokenLogprob, decode, encode_tokens, token_string
 from tasks.settings import Settings
 from tests.ledger_harness import LedgerOnAClock, write
 
@@ -33,6 +33,23 @@ def test_a_reader_takes_the_part_of_an_entry_that_it_does_not_have(have: int, id
     part = decode(encode_tokens(7, (11, 12, 13), ("a", "b", "c"))).after(have)
     assert (part.ids, part.first, part.n) == (ids, first, 7)
     assert len(part.text) == len(ids)
+
+
+def test_logprobs_are_cut_with_their_tokens_and_stand_in_an_entry_only_where_they_were_asked_for() -> None:
+    lp: list[TokenLogprob] = [
+        {"id": id, "lp": -0.5, "b": [0xF0, 0x9F, id], "top": [{"id": 9, "lp": -0.25, "b": [97]}]} for id in (11, 12, 13)
+    ]
+    entry = decode(encode_tokens(7, (11, 12, 13), ("a", "", ""), lp))
+
+    assert entry.lp == tuple(lp)
+    assert entry.after(5).lp == tuple(lp[1:])
+    assert decode(encode_tokens(7, (11,), ("a",))).lp == ()
+    assert [token_string(one) for one in (lp[0], *lp[0].get("top", ()))] == ["\ufffd\x0b", "a"]
+
+
+def test_a_logprob_that_json_cannot_say_is_not_written() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        encode_tokens(1, (1,), ("a",), [{"id": 1, "lp": float("-inf"), "b": []}])
 
 
 def test_an_entry_of_a_newer_release_is_refused_with_advice() -> None:

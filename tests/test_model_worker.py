@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasks.chat import Message
 from tasks.job_request import SamplingParams
 from tasks.settings import Settings
 from worker import model_worker, simulation
@@ -41,11 +43,16 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return [2] * len(text.split())
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[str, list[int]]:
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
         raise SequenceError("chat_template_missing", "this model has no chat template: use a prompt")
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(PIECES[id] for id in ids).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return PIECES[token_id]
 
 
 class ScriptedEngine:
@@ -294,7 +301,7 @@ def test_a_prompt_that_fills_the_context_is_refused_also_with_a_default_max_toke
 
 
 def test_a_sequence_that_cannot_board_fails_alone() -> None:
-    chat = Add("chat", None, (("user", "hi"),), SamplingParams(max_tokens=5), seed=0)
+    chat = Add("chat", None, (Message(role="user", content="hi"),), SamplingParams(max_tokens=5), seed=0)
     updates = run(ScriptedEngine({"a": [EOS]}), [add("refused"), chat, add("empty", " "), add()])
 
     assert [(u.id, u.code) for u in updates if isinstance(u, Failed)] == [

@@ -7,7 +7,7 @@ import redis
 
 from tasks import keys
 from tasks.settings import Settings
-from tests.ledger_harness import POOL, LedgerOnAClock, restore, snapshot, well_formed, word
+from tests.ledger_harness import POOL, LedgerOnAClock, restore, snapshot, token, well_formed, word
 from tests.ledger_workers import RUN_AHEAD, Script, SimulatedWorker
 from worker.messages import Abort
 from worker.workload_manager import Ride, RideState, WorkloadManager
@@ -186,6 +186,33 @@ def test_what_a_lost_tail_took_is_sent_again(ledger: LedgerOnAClock) -> None:
     worker.settle()
     well_formed(ledger.log("j"))
     assert ledger.view("j")["text"] == "".join(map(word, range(1, 6)))
+
+
+def test_logprobs_that_a_lost_tail_took_are_sent_again_and_the_next_owner_has_them(ledger: LedgerOnAClock) -> None:
+    worker = riding(ledger, "j", tokens=0)
+    ride = ride_of(worker)
+
+    def computed(n: int) -> None:
+        ride.ids.append(token(n))
+        ride.texts.append(word(n))
+        ride.lp.append({"id": token(n), "lp": -n / 4, "b": [n], "top": []})
+        worker.settle()
+
+    for n in (1, 2):
+        computed(n)
+    on_disk = snapshot(ledger.client)
+    computed(3)
+    restore(ledger.client, on_disk)
+    assert ledger.k("j") == 2
+    computed(4)
+
+    well_formed(ledger.log("j"))
+    assert [item["id"] for entry in ledger.log("j") for item in entry.lp] == [token(n) for n in (1, 2, 3, 4)]
+    ledger.run(ledger.calls.release(ride.rider))
+    other = worker_of(ledger)
+    other.offer("j", "tag")
+    other.settle()
+    assert ride_of(other).lp == ride.lp
 
 
 def test_a_stop_takes_the_sequence_out_before_the_status_says_so(ledger: LedgerOnAClock) -> None:

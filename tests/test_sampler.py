@@ -12,6 +12,7 @@ from transformers import (
     LogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -39,12 +40,33 @@ def sampling(
     return SequenceSampling(params, seed, prompt_ids, output_ids, vocab_size, CPU)
 
 
-def transformers_scores(logits: torch.Tensor, params: SamplingParams, ids: tuple[int, ...]) -> torch.Tensor:
+class OpenAIPenalties(LogitsProcessor):
+    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence: the formula of OpenAI's API reference."""
+
+    def __init__(self, presence: float, frequency: float, num_prompt: int) -> None:
+        self.presence, self.frequency, self.num_prompt = presence, frequency, num_prompt
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores = cast(torch.FloatTensor, scores.clone())
+        for row, ids in enumerate(input_ids.tolist()):
+            for token_id, count in Counter(ids[self.num_prompt :]).items():
+                scores[row, token_id] -= count * self.frequency + self.presence
+        return scores
+
+
+def transformers_scores(
+    logits: torch.Tensor, params: SamplingParams, ids: tuple[int, ...], num_prompt: int = 3
+) -> torch.Tensor:
     """What transformers' generate would sample from: its processors in its order."""
     processors: list[LogitsProcessor] = []
     input_ids, scores = cast(torch.LongTensor, torch.tensor([ids])), cast(torch.FloatTensor, logits[None].clone())
+    if params.logit_bias:
+        biases: list[list[list[int] | float]] = [[[int(id)], float(bias)] for id, bias in params.logit_bias.items()]
+        processors.append(SequenceBiasLogitsProcessor(biases))
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        processors.append(OpenAIPenalties(params.presence_penalty, params.frequency_penalty, num_prompt))
     processors.append(TemperatureLogitsWarper(params.temperature))
     if params.top_k > 0:
         processors.append(TopKLogitsWarper(params.top_k))
@@ -70,6 +92,19 @@ PARAMS = (
     SamplingParams(temperature=1.0, min_p=1.0),
     SamplingParams(temperature=1.0, top_k=10_000),
     SamplingParams(temperature=1.0, top_k=-1, repetition_penalty=0.7),
+    SamplingParams(presence_penalty=1.5, frequency_penalty=-0.7),
+    SamplingParams(frequency_penalty=2.0, repetition_penalty=1.8, temperature=0.6),
+    SamplingParams(logit_bias={"7": 4.5, "41": -3.0, "0": 100, "3": -100}),
+    SamplingParams(
+        temperature=0.7,
+        top_k=60,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.9,
+        logit_bias={"7": 6, "41": 5, "12": -2},
+    ),
 )
 
 
@@ -86,6 +121,27 @@ def test_a_mixed_batch_has_row_by_row_the_distributions_of_transformers() -> Non
         expected = transformers_scores(logits[row], params, ids)
         assert torch.equal(scores[row].isinf(), expected.isinf()), params
         torch.testing.assert_close(scores[row].softmax(-1), expected.softmax(-1), rtol=1e-5, atol=1e-7)
+
+
+def test_greedy_takes_the_token_that_transformers_would_after_biases_and_penalties() -> None:
+    ids = (3, 7, 7, 41, 499)
+    for seed in range(20):
+        logits = random_logits(len(PARAMS), seed=seed)
+        greedy = [params.model_copy(update={"temperature": 0.0}) for params in PARAMS]
+        samplings = [sampling(params, prompt_ids=ids[:3], output_ids=ids[3:]) for params in greedy]
+
+        found = sample(logits.clone(), samplings, [3] * len(PARAMS))
+
+        # A temperature changes nothing about which token is the best one.
+        assert found == [int(transformers_scores(logits[row], one, ids).argmax()) for row, one in enumerate(PARAMS)]
+
+
+def test_a_bias_comes_before_the_repetition_penalty_as_in_transformers() -> None:
+    logits = torch.tensor([0.0, -1.0, 1.0])
+    params = SamplingParams(repetition_penalty=2.0, logit_bias={"1": 3})
+    sampling(params, prompt_ids=(1,), vocab_size=3).shape(logits)
+
+    assert logits.tolist() == [0.0, (-1.0 + 3.0) / 2.0, 1.0]
 
 
 def test_top_p_finds_a_nucleus_of_nearly_the_whole_vocabulary() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.chat import Message
 from tasks.job_request import SamplingParams
 from tasks.settings import Settings
 from worker import simulation
@@ -91,7 +92,7 @@ def test_the_first_of_two_markers_at_one_position_counts() -> None:
 
 
 def test_a_chat_is_rendered_as_the_page_says() -> None:
-    prompt, ids = simulated.SimulatedTokenizer().encode_chat([("user", "hi")])
+    prompt, ids = simulated.SimulatedTokenizer().encode_chat([Message(role="user", content="hi")])
 
     assert prompt == "user: hi\nassistant:"
     assert len(ids) == 3

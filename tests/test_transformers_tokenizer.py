@@ -10,6 +10,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from tasks.chat import Message
 from tests.tiny_loads import loaded
 from tests.tiny_models import (
     EOS_ID,
@@ -36,7 +37,9 @@ def test_a_list_of_ends_in_the_generation_config_ends_sequences_and_so_does_a_si
 def test_a_chat_is_rendered_by_the_template_with_the_assistants_turn_opened(llama: Path) -> None:
     tokenizer = loaded(llama).tokenizer
 
-    prompt, ids = tokenizer.encode_chat([("system", "be brief"), ("user", "hello")])
+    prompt, ids = tokenizer.encode_chat(
+        [Message(role="system", content="be brief"), Message(role="user", content="hello")]
+    )
 
     assert prompt == "<system>be brief</system><user>hello</user><assistant>"
     assert tokenizer.decode(ids) == prompt
@@ -46,7 +49,7 @@ def test_a_chat_for_a_model_without_a_template_is_refused(tmp_path: Path) -> Non
     tokenizer = loaded(save_tiny_model(tmp_path, chat_template=None)).tokenizer
 
     with pytest.raises(SequenceError, match="send a prompt instead of messages") as caught:
-        tokenizer.encode_chat([("user", "hello")])
+        tokenizer.encode_chat([Message(role="user", content="hello")])
     assert caught.value.code == "chat_template_missing"
 
 
@@ -55,7 +58,7 @@ def test_a_chat_that_the_template_refuses_is_refused_with_the_templates_words(tm
     tokenizer = loaded(save_tiny_model(tmp_path, chat_template=template)).tokenizer
 
     with pytest.raises(SequenceError, match="messages of user, user: roles must alternate") as caught:
-        tokenizer.encode_chat([("user", "a"), ("user", "b")])
+        tokenizer.encode_chat([Message(role="user", content="a"), Message(role="user", content="b")])
     assert caught.value.code == "invalid_request"
 
 

@@ -371,6 +371,7 @@ class LLMEngine:
                 continue
             ride.ids.extend(delta.ids)
             ride.texts.extend(delta.texts)
+            ride.lp.extend(delta.lp)
             if delta.prompt_tokens is not None:
                 ride.prompt_tokens = delta.prompt_tokens
             if delta.finish is not None:

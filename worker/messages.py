@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tasks.chat import Message
+from tasks.entries import TokenLogprob
 from tasks.job_request import SamplingParams
 
 # --- down -----------------------------------------------------------------------------------------------------------
@@ -16,13 +18,13 @@ from tasks.job_request import SamplingParams
 class Add:
     """A sequence boards. `ids` are the tokens it already has, from an earlier ride: the child goes on behind them.
 
-    Exactly one of `prompt` and `messages` is given; `messages` holds (role, text) pairs.
+    Exactly one of `prompt` and `messages` is given.
     `params.max_tokens` is set and `seed` is the job's own.
     """
 
     id: str
     prompt: str | None
-    messages: tuple[tuple[str, str], ...] | None
+    messages: tuple[Message, ...] | None
     params: SamplingParams
     seed: int
     ids: tuple[int, ...] = ()
@@ -97,6 +99,7 @@ class Delta:
 
     Attributes:
         ids, texts: new tokens and the text each one released ("" while the detokenizer or the stop matcher holds it).
+        lp: logprobs, one item per id, also while its text is held; empty where they were not asked for.
         finish: "stop" or "length" where the sequence ends with this step; the child has then forgotten it.
         tail: text that was still held when the sequence ended.
         prompt_tokens: set on the first delta of a ride; it may come without tokens.
@@ -108,6 +111,7 @@ class Delta:
     finish: str | None = None
     tail: str = ""
     prompt_tokens: int | None = None
+    lp: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

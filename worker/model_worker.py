@@ -115,9 +115,14 @@ class StepLoop:
         self._leave(command.id)
         tokenizer = self._engine.tokenizer
         if command.prompt is not None:
+            if command.params.offers_tools:
+                raise SequenceError(
+                    "invalid_request", "tools are shown by a chat template: send messages instead of a prompt"
+                )
             prompt, prompt_ids = command.prompt, tokenizer.encode(command.prompt)
         else:
-            prompt, prompt_ids = tokenizer.encode_chat(command.messages or ())
+            tools = command.params.tools if command.params.offers_tools else None
+            prompt, prompt_ids = tokenizer.encode_chat(command.messages or (), tools or ())
         if not prompt_ids:
             raise SequenceError("invalid_request", f"the prompt {prompt[:40]!r} has no tokens: give one that has")
         max_tokens = _fitting_max_tokens(command, len(prompt_ids), self._engine.card.context_length)
@@ -151,7 +156,7 @@ class StepLoop:
                 failed.append(Failed(emission.id, emission.error.code, str(emission.error), self._step, sequence.end()))
             elif emission.ids:
                 self._boarding.pop(emission.id, None)
-                deltas.append(sequence.feed(emission.ids))
+                deltas.append(sequence.feed(emission.ids, emission.logprobs, is_complete=emission.is_complete))
                 if sequence.finish is not None:
                     self._leave(emission.id)
         deltas.extend(sequence.feed(()) for sequence in self._boarding.values())

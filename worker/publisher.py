@@ -131,10 +131,12 @@ class Publisher:
             entry = decode(fields["d"]).after(len(ride.ids))
             ride.ids.extend(entry.ids)
             ride.texts.extend(entry.text)
+            ride.lp.extend(entry.lp)
         if len(ride.ids) != ride.sent:
             message = f"the job's log holds {len(ride.ids)} tokens and its record says {ride.sent}: submit it again"
             ride.out_of_child(End("failed", "error", error=error_json("engine_error", message)))
-            ride.sent, ride.ids, ride.texts = min(ride.sent, len(ride.ids)), ride.ids[: ride.sent], []
+            ride.sent, ride.ids = min(ride.sent, len(ride.ids)), ride.ids[: ride.sent]
+            ride.texts, ride.lp = [], []
 
     def board(self) -> list[Ride]:
         """The rides that may be given to the child now; the ledger has heard of each, and agreed."""

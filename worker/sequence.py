@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tasks.entries import NO_LOGPROB, TokenLogprob
 from worker.detokenizer import Detokenizer
-from worker.engines.base import Tokenizer
+from worker.engines.base import Logprob, Tokenizer
 from worker.messages import Delta
 from worker.stop_matcher import StopMatcher
 
@@ -14,7 +15,8 @@ class TextSequence:
     """The text side of a sequence that rides: ids in, released text and the end out.
 
     Attributes:
-        finish: None while it rides; "stop" (stop string or end-of-sequence token) or "length" (exactly max_tokens).
+        finish: None while it rides; "stop" (stop string, end-of-sequence token or complete grammar) or "length"
+            (exactly max_tokens).
         num_tokens: tokens so far, those of earlier rides and an end-of-sequence token included.
     """
 
@@ -26,6 +28,7 @@ class TextSequence:
         self.num_tokens = 0
         self._max_tokens = max_tokens
         self._eos_ids = tokenizer.eos_ids
+        self._token_bytes = tokenizer.token_bytes
         self._detokenizer = Detokenizer(tokenizer.decode, prompt_ids)
         self._stop_matcher = StopMatcher(stops)
         self._tail = ""
@@ -39,8 +42,13 @@ class TextSequence:
                 return
             self._take(token_id)
 
-    def feed(self, ids: Iterable[int]) -> Delta:
-        """Take in new tokens, up to the one that ends the sequence; later ones are dropped."""
+    def feed(self, ids: Iterable[int], logprobs: Sequence[Logprob] = (), *, is_complete: bool = False) -> Delta:
+        """Take in new tokens, up to the one that ends the sequence; later ones are dropped.
+
+        Args:
+            logprobs: one per id, or none.
+            is_complete: nothing can follow the last of these ids, so the sequence stops with it.
+        """
         taken: list[int] = []
         texts: list[str] = []
         for token_id in ids:
@@ -48,8 +56,13 @@ class TextSequence:
                 break
             taken.append(token_id)
             texts.append(self._take(token_id))
+        if is_complete and self.finish is None:
+            self._finish("stop")
+        elif is_complete and self.num_tokens >= self._max_tokens:
+            self.finish = "stop"  # what is whole was not cut off
+        lp = tuple(self._logged(logprob) for logprob in logprobs[: len(taken)])
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, None
-        return Delta(self.id, tuple(taken), tuple(texts), self.finish, self._tail, prompt_tokens)
+        return Delta(self.id, tuple(taken), tuple(texts), self.finish, self._tail, prompt_tokens, lp)
 
     def end(self) -> str:
         """End the sequence from outside; returns the text that was still held."""
@@ -71,6 +84,14 @@ class TextSequence:
         self._tail = self._held_text()
         # The bytes of a half character may have completed a stop string after all.
         self.finish = "stop" if self._stop_matcher.matched else reason
+
+    def _logged(self, logprob: Logprob) -> TokenLogprob:
+        top = [self._logged_token(token_id, value) for token_id, value in logprob.top]
+        return {**self._logged_token(logprob.id, logprob.value), "top": top}
+
+    def _logged_token(self, token_id: int, value: float) -> TokenLogprob:
+        # Six digits tell apart what float32 does, and the log is kept in memory.
+        return {"id": token_id, "lp": round(max(value, NO_LOGPROB), 6), "b": list(self._token_bytes(token_id))}
 
     def _held_text(self) -> str:
         return self._stop_matcher.feed(self._detokenizer.flush()) + self._stop_matcher.flush()

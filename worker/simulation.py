@@ -7,6 +7,7 @@ batch.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -49,6 +50,18 @@ class Draws:
         digest = self._hash.copy()
         digest.update(str(position).encode())
         return 1 + int.from_bytes(digest.digest()[:8], "big") % (VOCABULARY - 1)
+
+
+def alternatives(token_id: int, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens beside a drawn one, as if drawn from a distribution, and their logprobs.
+
+    The token itself comes first, with probability 1/2; the next id with 1/4, and so on around the vocabulary, half as
+    much each time.
+    """
+    return [
+        (token_id if rank == 0 else 1 + (token_id - 1 + rank) % (VOCABULARY - 1), -(rank + 1) * math.log(2))
+        for rank in range(count)
+    ]
 
 
 def markers(prompt: str) -> dict[int, Marker]:

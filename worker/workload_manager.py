@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tasks.chat import Message
+from tasks.entries import TokenLogprob
 from tasks.job_request import SamplingParams
 from tasks.ledger_types import Claim, Rider, SlotWrite
 from worker.messages import Add
@@ -39,8 +41,8 @@ class Ride:
     """One job under one claim, in one slot.
 
     Attributes:
-        ids, texts: all tokens of the job and the text each released, from the log and from this ride: what a lost
-            tail of the ledger is sent again from.
+        ids, texts, lp: all tokens of the job, the text each released, and its logprobs where they are asked for, from
+            the log and from this ride: what a lost tail of the ledger is sent again from.
         sent: tokens that the ledger holds, as far as we know.
         leaving_for: why the child was asked to take it out: cancelled, expired, or "" for a hand-back.
         over_as: set once the ledger is done with this claim: the status that the job ended with under it, or "" where
@@ -55,13 +57,14 @@ class Ride:
     params: SamplingParams
     seed: int
     prompt: str | None
-    messages: tuple[tuple[str, str], ...] | None
+    messages: tuple[Message, ...] | None
     tokens_are_default: bool
     sent: int
     strikes: int = 0
     struck_at: int = -1
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    lp: list[TokenLogprob] = field(default_factory=list)
     state: RideState = RideState.CLAIMED
     end: End | None = None
     leaving_for: str = ""
@@ -83,7 +86,7 @@ class Ride:
             params=SamplingParams(**claim.params),
             seed=claim.seed,
             prompt=claim.input.get("prompt"),
-            messages=tuple((role, text) for role, text in messages) if messages else None,
+            messages=tuple(map(Message.from_record, messages)) if messages else None,
             tokens_are_default=claim.tokens_are_default,
             sent=claim.k,
             strikes=claim.strikes,
@@ -150,6 +153,7 @@ class Ride:
             first=self.sent + 1,
             ids=tuple(self.ids[self.sent :]),
             texts=tuple(self.texts[self.sent :]),
+            lp=tuple(self.lp[self.sent :]),
             board=board,
             prompt_tokens=None if self.prompt_tokens_sent else self.prompt_tokens,
             final=end.status,

@@ -6,10 +6,11 @@ engine. An engine does no I/O and knows nothing of jobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from tasks.chat import Message
 from tasks.job_request import SamplingParams
 from worker.messages import ModelCard
 
@@ -46,12 +47,34 @@ class EngineSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a drawn token was, by the log-softmax of the model's logits before anything was done to them.
+
+    Attributes:
+        id: of the token.
+        value: natural logarithm of its probability; may be -inf.
+        top: the likeliest tokens and their logprobs in falling order, as many as were asked for.
+    """
+
+    id: int
+    value: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Emission:
-    """The outcome of one step for one sequence: new token ids (none during its prefill), or an error that ends it."""
+    """The outcome of one step for one sequence: new token ids (none during its prefill), or an error that ends it.
+
+    Attributes:
+        logprobs: one per id where the sequence asks for them, else none.
+        is_complete: the sequence's grammar is complete with these ids: nothing can follow them.
+    """
 
     id: str
     ids: tuple[int, ...] = ()
     error: SequenceError | None = None
+    logprobs: tuple[Logprob, ...] = ()
+    is_complete: bool = False
 
 
 class Tokenizer(Protocol):
@@ -64,8 +87,13 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the model expects before one."""
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[str, list[int]]:
-        """Prompt text and token ids of (role, text) messages by the chat template, with the assistant's turn opened.
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
+        """Prompt text and token ids of a chat by the chat template, with the assistant's turn opened.
+
+        Args:
+            tools: function tools of OpenAI's form that the model is told of.
 
         Raises:
             SequenceError: "chat_template_missing" where the model has no template.
@@ -73,6 +101,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out, nothing tidied up."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, in UTF-8; a character may be cut in two. Of a special token its name."""
 
 
 class Engine(Protocol):

@@ -1,7 +1,9 @@
-"""From logits to tokens: penalties, temperature, top-k, top-p, min-p, and a draw that can be repeated.
+"""From logits to tokens: biases, penalties, grammar, temperature, top-k, top-p, min-p, and a draw that can be repeated.
 
-The steps and their order are those of transformers' logits processors and warpers; presence and frequency penalty are
-OpenAI's. Every row is computed as if it were alone, so that batch mates change nothing.
+The steps are those of transformers' logits processors and warpers, in its order: logit_bias (its sequence_bias),
+repetition_penalty, then OpenAI's frequency_penalty and presence_penalty, which vLLM puts at this place too, the
+grammar's mask, temperature, top_k, top_p, min_p. Every row is computed as if it were alone, so that batch mates change
+nothing. docs/sampling.md says it for users.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 
 from tasks.job_request import SamplingParams
 from worker.engines.base import SequenceError
+from worker.engines.grammar import Grammar
 
 #: How many of the likeliest tokens are sorted, try after try, in the search for the nucleus of top-p.
 NUCLEUS_TRIES = (64, 1024, 8192)
@@ -38,8 +41,10 @@ class SequenceSampling:
     """How the tokens of one sequence are drawn, with the token counts that its penalties need.
 
     Args:
-        prompt_ids, output_ids: tokens so far; repetition_penalty looks at both, presence and frequency at the latter.
+        prompt_ids, output_ids: tokens so far. repetition_penalty looks at which tokens occur in either, as transformers
+            and vLLM do; presence and frequency penalty at those of the output alone, as OpenAI and vLLM do.
         vocab_size: number of logits.
+        grammar: what the text has to follow, behind output_ids; None where it is free.
 
     Raises:
         SequenceError: a token of logit_bias that the model does not have.
@@ -53,8 +58,10 @@ class SequenceSampling:
         output_ids: Sequence[int],
         vocab_size: int,
         device: torch.device,
+        grammar: Grammar | None = None,
     ) -> None:
         self.params = params
+        self.grammar = grammar
         self.seed = seed
         self._seen: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
@@ -74,20 +81,36 @@ class SequenceSampling:
         return self._seen is not None or self._counts is not None or self._bias is not None
 
     def shape(self, logits: torch.Tensor) -> None:
-        """Apply penalties and biases, in place, to logits of shape [vocab_size]."""
+        """Apply biases and penalties, in place, to logits of shape [vocab_size].
+
+        With c the number of times that a token is in the output, its logit falls by
+        `c * frequency_penalty + (c > 0) * presence_penalty`.
+        """
         params = self.params
+        if self._bias is not None:
+            ids, values = self._bias
+            logits.index_add_(0, ids, values)
         if self._seen is not None:
             penalty = params.repetition_penalty
             logits.copy_(torch.where(self._seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits))
         if self._counts is not None:
             logits.sub_(self._counts, alpha=params.frequency_penalty)
             logits.sub_((self._counts > 0).float(), alpha=params.presence_penalty)
-        if self._bias is not None:
-            ids, values = self._bias
-            logits.index_add_(0, ids, values)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow the tokens so far."""
+        return self.grammar is not None and self.grammar.is_complete
+
+    @property
+    def failure(self) -> SequenceError | None:
+        """Why the grammar has no next token; None where it is not the grammar."""
+        return self.grammar.failure if self.grammar is not None else None
 
     def record(self, token_id: int) -> None:
         """Count a new token."""
+        if self.grammar is not None:
+            self.grammar.advance((token_id,))
         if self._seen is not None:
             self._seen[token_id] = True
         if self._counts is not None:
@@ -95,7 +118,8 @@ class SequenceSampling:
 
 
 def sample(logits: torch.Tensor, samplings: Sequence[SequenceSampling], numbers: Sequence[int]) -> list[int | None]:
-    """The next token of each sequence; None where the model gave no finite logits. One transfer from the device.
+    """The next token of each sequence; None where no logit is finite, be it the model's deed or the grammar's
+    (`SequenceSampling.failure`). One transfer from the device.
 
     Args:
         logits: shape [num_sequences, vocab_size]; may be changed.
@@ -105,6 +129,9 @@ def sample(logits: torch.Tensor, samplings: Sequence[SequenceSampling], numbers:
     for row, sampling in enumerate(samplings):
         if sampling.shapes_logits:
             sampling.shape(logits[row])
+    grammars = {row: sampling.grammar for row, sampling in enumerate(samplings) if sampling.grammar is not None}
+    if grammars:
+        forbid(logits, list(grammars), [grammar.mask() for grammar in grammars.values()])
     best, ids = logits.max(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.params.temperature > 0]
     if drawn:
@@ -115,6 +142,23 @@ def sample(logits: torch.Tensor, samplings: Sequence[SequenceSampling], numbers:
     # float64 holds every token id, so that one transfer is enough.
     pairs: list[list[float]] = torch.stack((best.double(), ids.double()), dim=1).tolist()
     return [int(token_id) if math.isfinite(score) else None for score, token_id in pairs]
+
+
+def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> None:
+    """Set logits, of shape [num_sequences, vocab_size], to -inf at the tokens that the row's mask does not allow.
+
+    Args:
+        masks: of each of the rows, a bit per token, the lowest bit of the first byte for token 0.
+    """
+    packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).to(logits.device).view(len(masks), -1)
+    # To look up eight bits at a time is many times as fast as to shift all of them out.
+    bytes_, bits = (torch.arange(count, device=logits.device) for count in (256, 8))
+    forbidden_by_byte = (bytes_[:, None] >> bits & 1) == 0
+    forbidden = forbidden_by_byte[packed.int()].flatten(1)[:, : logits.shape[-1]]
+    if len(rows) == len(logits):
+        logits.masked_fill_(forbidden, _NEVER)
+    else:
+        logits[rows] = logits[rows].masked_fill_(forbidden, _NEVER)
 
 
 def warp(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -195,4 +239,4 @@ def _bias(logit_bias: dict[str, float], vocab_size: int, device: torch.device) -
         raise SequenceError(
             "invalid_request", f"logit_bias names token {max(ids)}; the model's tokens are 0 to {vocab_size - 1}"
         )
-    return torch.tensor(ids, device=device), torch.tensor(list(logit_bias.values()), device=device)
+    return torch.tensor(ids, device=device), torch.tensor(list(logit_bias.values()), dtype=torch.float32, device=device)

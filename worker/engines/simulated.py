@@ -10,12 +10,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from tasks.chat import Message
 from tasks.settings import Settings
 from worker import simulation
-from worker.engines.base import Emission, EngineSequence, Report, SequenceError
+from worker.engines.base import Emission, EngineSequence, Logprob, Report, SequenceError
 from worker.messages import ModelCard
 
 #: The same counting as `simulation.prompt_ids`, in the format with which the API counts any model's tokens.
@@ -32,6 +34,7 @@ _TOKENIZER_JSON = json.dumps(
         "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"},
     }
 )
+_NO_GRAMMAR = "the simulated engine has no grammar, so {} can't be had: leave it out, or use a worker with a model"
 #: Longest slice of a prefill where a step takes no time that could bound it.
 PREFILL_SLICE_S = 0.02
 
@@ -46,12 +49,19 @@ class SimulatedTokenizer:
     def encode(self, text: str) -> list[int]:
         return simulation.prompt_ids(text)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[str, list[int]]:
-        prompt = simulation.render_chat(messages)
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
+        if tools:
+            raise SequenceError("unsupported_field", _NO_GRAMMAR.format("tools"))
+        prompt = simulation.render_chat((message.role, message.text_with_calls) for message in messages)
         return prompt, simulation.prompt_ids(prompt)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(simulation.token_text, ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return simulation.token_text(token_id).encode()
 
 
 @dataclass(slots=True)
@@ -59,6 +69,7 @@ class _Slot:
     draws: simulation.Draws
     next_position: int
     prefill_left_s: float
+    num_logprobs: int | None
 
 
 class SimulatedEngine:
@@ -92,10 +103,13 @@ class SimulatedEngine:
                 "engine_error",
                 f"sequence {sequence.id} found all {self._max_batch_size} slots taken: raise CARPOOL_MAX_BATCH_SIZE",
             )
+        if sequence.params.response_format is not None:
+            raise SequenceError("unsupported_field", _NO_GRAMMAR.format("response_format"))
         self._slots[sequence.id] = _Slot(
             draws=simulation.Draws(sequence.prompt, sequence.seed),
             next_position=len(sequence.output_ids) + 1,
             prefill_left_s=self._prefill_s,
+            num_logprobs=sequence.params.logprobs,
         )
 
     def abort(self, id: str) -> None:
@@ -133,7 +147,12 @@ def _emit(id: str, slot: _Slot) -> Emission:
     if marker is not None and marker.kind == "raise":
         return Emission(id, error=SequenceError("engine_error", f"the prompt asked for an error at token {position}"))
     slot.next_position += 1
-    return Emission(id, (slot.draws.token_id(position),))
+    token_id = slot.draws.token_id(position)
+    if slot.num_logprobs is None:
+        return Emission(id, (token_id,))
+    ((_, own),) = simulation.alternatives(token_id, 1)
+    top = tuple(simulation.alternatives(token_id, slot.num_logprobs))
+    return Emission(id, (token_id,), logprobs=(Logprob(token_id, own, top),))
 
 
 def load(settings: Settings, report: Report) -> SimulatedEngine:

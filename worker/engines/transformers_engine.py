@@ -17,10 +17,12 @@ import torch
 from transformers import PreTrainedModel
 
 from tasks.settings import Settings
-from worker.engines.base import Emission, EngineSequence, Report, SequenceError
+from worker.engines.base import Emission, EngineSequence, Logprob, Report, SequenceError
 from worker.engines.chunk_budget import ChunkBudget
 from worker.engines.forward import Chunk, ForwardPass, num_embeddings, num_logits
+from worker.engines.grammar import GrammarCompiler
 from worker.engines.kv_cache import SlotCache
+from worker.engines.logprobs import RawLogprobs
 from worker.engines.sampler import SequenceSampling, sample
 from worker.engines.self_check import check_model
 from worker.engines.threads import ThreadGovernor
@@ -87,6 +89,7 @@ class TransformersEngine:
         self._device = model.device
         self._num_embeddings = num_embeddings(model)
         self._vocab_size = num_logits(model)
+        self._grammars = GrammarCompiler(lambda: tokenizer.json, self._vocab_size, tokenizer.eos_ids)
         self.cache = SlotCache(max_batch_size, card.context_length)
         self._forward = ForwardPass(model, self.cache)
         #: Those that don't decode yet, in the order of arrival. The first may have a part of its prompt behind it.
@@ -123,7 +126,13 @@ class TransformersEngine:
                 f"the prompt holds token {max(token_ids)}; the model's tokens are 0 to {self._num_embeddings - 1}",
             )
         sampling = SequenceSampling(
-            sequence.params, sequence.seed, sequence.prompt_ids, sequence.output_ids, self._vocab_size, self._device
+            sequence.params,
+            sequence.seed,
+            sequence.prompt_ids,
+            sequence.output_ids,
+            self._vocab_size,
+            self._device,
+            self._grammars.grammar_for(sequence.params, sequence.output_ids),
         )
         self._waiting.append(_Ride(sequence.id, token_ids, len(sequence.prompt_ids), sampling))
 
@@ -234,8 +243,10 @@ class TransformersEngine:
         sampled = list(self._decoding)
         if not sampled:
             return unfinished
+        raw_logprobs = RawLogprobs(logits, [ride.sampling.params.logprobs for ride in sampled])
         token_ids = sample(logits, [ride.sampling for ride in sampled], [ride.num_outputs + 1 for ride in sampled])
-        return [self._emit(ride, token_id) for ride, token_id in zip(sampled, token_ids, strict=True)] + unfinished
+        logprobs = raw_logprobs.of(token_ids)
+        return [self._emit(*one) for one in zip(sampled, token_ids, logprobs, strict=True)] + unfinished
 
     def _note(self, num_sequences: int, chunks: Sequence[Chunk], seconds: float) -> None:
         """Tell those who choose threads and chunks how long the step took. One chunk alone tells them nothing."""
@@ -246,7 +257,9 @@ class TransformersEngine:
         elif num_sequences > 1:
             self._budget.note_shared(sum(len(chunk.token_ids) for chunk in chunks), seconds)
 
-    def _emit(self, ride: _Ride, token_id: int | None) -> Emission:
+    def _emit(self, ride: _Ride, token_id: int | None, logprobs: tuple[Logprob, ...]) -> Emission:
+        if ride.sampling.failure is not None:
+            return self._fail(ride, ride.sampling.failure)
         if token_id is None:
             message = (
                 f"the model gave no finite logits for token {ride.num_outputs + 1} (dtype {self._card.dtype}): "
@@ -255,7 +268,7 @@ class TransformersEngine:
             return self._fail(ride, SequenceError("engine_error", message))
         ride.token_ids.append(token_id)
         ride.sampling.record(token_id)
-        return Emission(ride.id, (token_id,))
+        return Emission(ride.id, (token_id,), logprobs=logprobs, is_complete=ride.sampling.is_complete)
 
     def _fail(self, ride: _Ride, error: SequenceError) -> Emission:
         self._remove(ride, is_clean=False)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from tasks.chat import Message
 from worker.engines.base import SequenceError
+from worker.engines.chat_template import conversation
+from worker.engines.token_bytes import TokenBytes
 
 
 class TransformersTokenizer:
@@ -20,6 +24,7 @@ class TransformersTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = _eos_ids(tokenizer, generation_config)
+        self._token_bytes = TokenBytes(tokenizer)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -48,25 +53,38 @@ class TransformersTokenizer:
         ids: list[int] = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
         return ids
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> tuple[str, list[int]]:
-        template = self.chat_template
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
+        template = self._template_for(tools)
         if template is None:
             raise SequenceError(
                 "chat_template_missing", "this model has no chat template: send a prompt instead of messages"
             )
-        conversation = [{"role": role, "content": text} for role, text in messages]
+        turns, shown_tools = conversation(messages, tools, template)
         try:
             prompt = self._tokenizer.apply_chat_template(
-                conversation, chat_template=template, tokenize=False, add_generation_prompt=True
+                turns, tools=shown_tools, chat_template=template, tokenize=False, add_generation_prompt=True
             )
-        except TemplateError as error:
-            roles = ", ".join(role for role, _ in messages)
+        # A template is foreign code; one that trips over a turn must not take the process along.
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            roles = ", ".join(turn["role"] for turn in turns)
             raise SequenceError(
                 "invalid_request", f"the model's chat template refuses messages of {roles}: {error}"
             ) from error
         # The template has written the special tokens already.
         ids: list[int] = self._tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         return str(prompt), ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._token_bytes.of(token_id)
+
+    def _template_for(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
+        """A model may have a template of its own for tools."""
+        templates: str | dict[str, str] | None = self._tokenizer.chat_template
+        if tools and isinstance(templates, dict) and "tool_use" in templates:
+            return templates["tool_use"]
+        return self.chat_template
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
