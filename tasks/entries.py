@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-#: Version of records, entries and messages. A reader understands this one and the one before.
+#: Version of records and entries that this release writes at best; it reads and writes the one before as well. What it
+#: writes is decided by all that live (tasks/lua/agree.lua), and a job's log has the version of its record.
 VERSION = 1
 
 
@@ -47,10 +48,10 @@ class Entry:
         return replace(self, ids=self.ids[skip:], text=self.text[skip:]) if skip else self
 
 
-def encode_tokens(n: int, ids: Sequence[int], text: Sequence[str]) -> str:
-    """The token entry whose last token is number `n`; `text` holds one item per id."""
+def encode_tokens(n: int, ids: Sequence[int], text: Sequence[str], version: int = VERSION) -> str:
+    """The token entry whose last token is number `n`; `text` holds one item per id, `version` is the record's."""
     return json.dumps(
-        {"v": VERSION, "t": "tokens", "n": n, "ids": list(ids), "text": list(text)},
+        {"v": version, "t": "tokens", "n": n, "ids": list(ids), "text": list(text)},
         ensure_ascii=False,
         separators=(",", ":"),
     )

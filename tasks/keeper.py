@@ -10,17 +10,18 @@ import queue
 import threading
 import time
 import uuid
+from collections.abc import Callable
 
 import structlog
 from celery import Celery
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from tasks import keys
+from tasks import entries, keys
 from tasks.invitations import invite
 from tasks.ledger import SyncLedger
 from tasks.ledger_types import Invitation
-from tasks.redis_clients import connect, write_even_when_full
+from tasks.redis_clients import connect, ledger_is_newer, write_even_when_full
 from tasks.settings import Settings
 
 _log = structlog.get_logger("carpool.keeper")
@@ -30,16 +31,25 @@ _REAP_PAGE = 50
 
 
 class Keeper:
-    """Pumps a pool as soon as it is told to, and looks at everything once a tick."""
+    """Pumps a pool as soon as it is told to, and looks at everything once a tick.
 
-    def __init__(self, settings: Settings, celery: Celery) -> None:
+    It also says for its process which version of the ledger that reads, and learns which one is written.
+
+    Args:
+        on_outdated: called, from the keeper's thread, with what to tell the user, where all others have gone on to a
+            version that this process does not read: it slept for a minute. What is due is left to them from then on.
+    """
+
+    def __init__(self, settings: Settings, celery: Celery, on_outdated: Callable[[str], None] | None = None) -> None:
         self._settings = settings
         self._celery = celery
+        self._on_outdated = on_outdated
         self._id = uuid.uuid4().hex
         self._wanted: queue.SimpleQueue[str | tuple[Invitation, ...] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="carpool-keeper", daemon=True)
         self._stopping = threading.Event()
         self._trouble = ""
+        self._version = entries.VERSION
 
     def start(self) -> None:
         self._thread.start()
@@ -70,7 +80,7 @@ class Keeper:
                     return
                 try:
                     if invitations:
-                        invite(self._celery, invitations)
+                        invite(self._celery, invitations, self._version)
                     for pool in pools:
                         self._pump(ledger, pool)
                     if time.monotonic() >= next_tick:
@@ -100,19 +110,28 @@ class Keeper:
     def _pump(self, ledger: SyncLedger, pool: str) -> None:
         invitations = ledger.run(ledger.calls.pump(pool))
         if invitations:
-            invite(self._celery, invitations)
+            invite(self._celery, invitations, self._version)
 
     def _tick(self, ledger: SyncLedger) -> None:
-        if not self._holds_lock(ledger):
+        self._agree(ledger)
+        if self._version > entries.VERSION or not self._holds_lock(ledger):
             return
         looked_at = _REAP_PAGE
         while looked_at == _REAP_PAGE and not self._stopping.is_set():
             reaped = ledger.run(ledger.calls.reap())
             looked_at = reaped.looked_at
             if reaped.invitations:
-                invite(self._celery, reaped.invitations)
+                invite(self._celery, reaped.invitations, self._version)
         for pool in ledger.client.hkeys(keys.MODELS):
             self._pump(ledger, str(pool))
+
+    def _agree(self, ledger: SyncLedger) -> None:
+        version = ledger.run(ledger.calls.agree())
+        if version > max(self._version, entries.VERSION):
+            _log.error("ledger_is_newer", advice=ledger_is_newer(version))
+            if self._on_outdated is not None:
+                self._on_outdated(ledger_is_newer(version))
+        self._version = version
 
     def _holds_lock(self, ledger: SyncLedger) -> bool:
         if write_even_when_full(ledger.client, "SET", keys.REAPER, self._id, "NX", "PX", _LOCK_MS):

@@ -101,11 +101,14 @@ class Publisher:
                 delivery.id, nonce, fingerprint, incarnation, worker, os.getpid(), board=not self._slots.has_suspects
             )
         )
-        if claim.verdict in ("mismatch", "newer"):
+        if claim.verdict == "mismatch":
             self.refuse(delivery)
             del self._nonces[delivery.id]
             return None
         if claim.verdict != "ok":
+            if claim.verdict == "newer":
+                # its mark stays: it is invited again in seconds and not at once, or we two would go on for ever
+                _log.warning("job_of_a_newer_release", job=delivery.id)
             self._celery_side.given_up(delivery)
             del self._nonces[delivery.id]
             return None

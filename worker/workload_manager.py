@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tasks import entries
 from tasks.job_request import SamplingParams
 from tasks.ledger_types import Claim, Rider, SlotWrite
 from worker.messages import Add
@@ -42,6 +43,7 @@ class Ride:
         ids, texts: all tokens of the job and the text each released, from the log and from this ride: what a lost
             tail of the ledger is sent again from.
         sent: tokens that the ledger holds, as far as we know.
+        version: of the job's record, which its entries get too.
         leaving_for: why the child was asked to take it out: cancelled, expired, or "" for a hand-back.
         over_as: set once the ledger is done with this claim: the status that the job ended with under it, or "" where
             it is another's. Nothing more is written; the slot is free when the child has let go.
@@ -58,6 +60,7 @@ class Ride:
     messages: tuple[tuple[str, str], ...] | None
     tokens_are_default: bool
     sent: int
+    version: int = entries.VERSION
     strikes: int = 0
     struck_at: int = -1
     ids: list[int] = field(default_factory=list)
@@ -86,6 +89,7 @@ class Ride:
             messages=tuple((role, text) for role, text in messages) if messages else None,
             tokens_are_default=claim.tokens_are_default,
             sent=claim.k,
+            version=claim.version,
             strikes=claim.strikes,
             struck_at=claim.struck_at,
         )
@@ -156,6 +160,7 @@ class Ride:
             finish_reason=end.finish_reason,
             tail=end.tail,
             error=end.error,
+            version=self.version,
         )
 
     def add_command(self) -> Add:

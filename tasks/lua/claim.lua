@@ -1,14 +1,15 @@
 -- One owner; attempts bounded. ARGV[2]: JSON {id, nonce, fingerprint, incarnation, worker, pid, board}. With `board` a job
 -- that nothing died with boards in the same call: one round trip less before the child is given the sequence.
 -- Returns {verdict, …}: ok with epoch, k, strikes, struck_at, stop, deadline, params, seed, input, default_tokens,
--- boarded; or gone, ended (with the status), taken, mismatch.
+-- boarded, version of the record; or gone, ended (with the status), taken, mismatch, newer (with the version).
 local R = cjson.decode(ARGV[2])
 local id, key = R.id, KEYS[1]
 local j = fields(key, 'v', 'status', 'epoch', 'owner', 'lease', 'stop', 'k', 'claims', 'claim_k', 'strikes', 'struck_at',
   'boarded', 'fingerprint', 'deadline', 'pool', 'params', 'seed', 'input', 'default_tokens', 'started_at')
 
 local function granted(epoch, strikes, struck_at, stop, boarded)
-  return { 'ok', epoch, j.k, strikes, struck_at, stop, j.deadline, j.params, j.seed, j.input, j.default_tokens, boarded }
+  return { 'ok', epoch, j.k, strikes, struck_at, stop, j.deadline, j.params, j.seed, j.input, j.default_tokens, boarded,
+    j.v }
 end
 
 if j.status == '' then return { 'gone' } end
@@ -49,7 +50,7 @@ redis.call('HSET', key, 'status', 'running', 'epoch', epoch, 'owner', R.nonce, '
 redis.call('HINCRBY', key, 'rides', 1)
 if j.started_at == '' then redis.call('HSET', key, 'started_at', int(NOW)) end
 set_due(id, due_of(lease, '', tonumber(j.deadline)), redis.call('PEXPIRETIME', key))
-local marker = string.format('{"v":1,"t":"marker","n":%s,"ids":[],"text":[],"worker":%s}', j.k, quote(R.worker))
+local marker = string.format('{"v":%s,"t":"marker","n":%s,"ids":[],"text":[],"worker":%s}', j.v, j.k, quote(R.worker))
 redis.call('XADD', log_key(id), epoch .. '-' .. j.k, 'd', marker)
 redis.call('PEXPIREAT', log_key(id), int(redis.call('PEXPIRETIME', key)))
 leave_queues(id, j.pool)
