@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tasks import entries, keys
+from tasks.job_request import SamplingParams
 from tasks.ledger_types import (
     Acceptance,
     Accepted,
@@ -113,6 +114,7 @@ class Calls:
             "worker": worker,
             "pid": pid,
             "board": board,
+            "params": list(SamplingParams.model_fields),
         }
         return self._call("claim", [id], (json.dumps(asked),), _parse_claim)
 

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 
 from celery import Celery
 
-from tasks import keys
+from tasks import entries, keys
 from tasks.broker import INVITATION_HEADER
 from tasks.ledger_types import Invitation
 
 
-def invite(celery: Celery, invitations: Sequence[Invitation], version: int) -> None:
+def invite(celery: Celery, invitations: Sequence[Invitation]) -> None:
     """Send one message a job. Where the broker is away it raises; the next pump mends that.
 
     The message is the one that `send_task` would send, without its look at routes and bindings and without a
-    subscription for the result, which the terminal script writes: half the time, on the way of every first token. It
-    carries the version that is written now; what the job itself is written in, the claim says.
+    subscription for the result, which the terminal script writes: half the time, on the way of every first token.
 
     Raises:
         OperationalError, RedisError: the broker does not answer.
@@ -31,6 +30,6 @@ def invite(celery: Celery, invitations: Sequence[Invitation], version: int) -> N
                 exchange="",
                 routing_key=keys.queue(invitation.pool),
                 serializer="json",
-                headers={**message.headers, INVITATION_HEADER: version},
+                headers={**message.headers, INVITATION_HEADER: entries.VERSION},
                 **message.properties,
             )

@@ -80,7 +80,7 @@ class Keeper:
                     return
                 try:
                     if invitations:
-                        invite(self._celery, invitations, self._version)
+                        invite(self._celery, invitations)
                     for pool in pools:
                         self._pump(ledger, pool)
                     if time.monotonic() >= next_tick:
@@ -110,7 +110,7 @@ class Keeper:
     def _pump(self, ledger: SyncLedger, pool: str) -> None:
         invitations = ledger.run(ledger.calls.pump(pool))
         if invitations:
-            invite(self._celery, invitations, self._version)
+            invite(self._celery, invitations)
 
     def _tick(self, ledger: SyncLedger) -> None:
         self._agree(ledger)
@@ -121,7 +121,7 @@ class Keeper:
             reaped = ledger.run(ledger.calls.reap())
             looked_at = reaped.looked_at
             if reaped.invitations:
-                invite(self._celery, reaped.invitations, self._version)
+                invite(self._celery, reaped.invitations)
         for pool in ledger.client.hkeys(keys.MODELS):
             self._pump(ledger, str(pool))
 

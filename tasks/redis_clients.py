@@ -120,7 +120,7 @@ def check_schema(client: redis.Redis) -> None:
 def ledger_is_newer(version: int) -> str:
     """What to tell whoever runs this release on a ledger of a newer one."""
     return (
-        f"the ledger in Redis has version {version}, this release reads up to {entries.VERSION}. "
+        f"the ledger in Redis is of a newer release (version {version}, this one reads up to {entries.VERSION}). "
         "Upgrade: pip install --upgrade carpool"
     )
 

@@ -48,6 +48,20 @@ VERSIONS = (
         (test_ledger_versions.test_a_process_that_cannot_read_what_is_written_makes_jobs_that_all_can_read,),
     ),
     Mutation(
+        "claim: only what the worker knows",
+        "an old worker would ignore a parameter that a newer API has taken",
+        one("  if value ~= cjson.null and not known[name] then return { 'newer', name } end\n"),
+        (
+            test_ledger_versions.test_a_job_that_asks_for_a_parameter_of_a_newer_release_is_left_to_a_worker_that_knows_it,
+        ),
+    ),
+    Mutation(
+        "claim: a parameter that is not asked for does not count",
+        "jobs of a newer API would wait for newer workers, all of them",
+        one("value ~= cjson.null and not known[name]", "not known[name]"),
+        (test_ledger_versions.test_a_parameter_of_a_newer_release_that_is_not_asked_for_is_in_nobody_s_way,),
+    ),
+    Mutation(
         "claim: a marker has the version of its record",
         "an old worker that goes on with the job, or an old API that reads it, would find an entry that it cannot read",
         one('"worker":%s}\', j.v, j.k', '"worker":%s}\', int(C.version), j.k'),

@@ -23,7 +23,8 @@ PACKAGES = ("api", "tasks", "worker", "ops")
 NEXT = entries.VERSION + 1
 
 #: What the next release writes, and only in its own version: a field in the record, in every entry and in a message of
-#: the child, there in the middle, so that the messages of two releases cannot be mistaken for each other.
+#: the child, there in the middle, so that the messages of two releases cannot be mistaken for each other. At once it
+#: has one more parameter, and more to say of models and workers.
 _PATCHES = {
     "tasks/entries.py": (
         (f"\nVERSION = {entries.VERSION}\n", f"\nVERSION = {NEXT}\n"),
@@ -54,6 +55,17 @@ _PATCHES = {
             '    id: str\n    chances: tuple[float, ...] = ()\n'
             '    ids: tuple[int, ...] = ()\n    texts: tuple[str, ...] = ()\n',
         ),
+    ),
+    "tasks/job_request.py": (
+        (
+            "    max_tokens: StrictInt | None = Field(None, ge=1, le=2**31 - 1)\n",
+            "    max_tokens: StrictInt | None = Field(None, ge=1, le=2**31 - 1)\n"
+            "    warmth: float | None = None\n",
+        ),
+    ),
+    "tasks/registry.py": (
+        ('    fingerprint: str = ""\n', '    fingerprint: str = ""\n    family: str = "next"\n'),
+        ("    slots: int\n    free: int\n", '    slots: int\n    free: int\n    rack: str = "next"\n'),
     ),
     "worker/sequence.py": (
         ("Delta(self.id, tuple(taken)", "Delta(self.id, (0.5,) * len(taken), tuple(taken)"),

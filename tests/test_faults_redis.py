@@ -196,7 +196,8 @@ def test_ten_seconds_after_the_last_job_nothing_is_left_of_any_of_them(
             service.cancel(service.submit("cancelled", max_tokens=8000))
             service.submit("expired", max_tokens=8000, deadline_s=0.2)
             service.submit("failed [[raise]]@2")
-            jobs = [service.submit(f"number {i}", max_tokens=2) for i in range(number)]
+            for i in range(number):
+                service.submit(f"number {i}", max_tokens=2)
             eventually("all have ended", lambda: service.client.zcard(keys.DUE) == 0, bound_s=300)
 
             def gone() -> bool:

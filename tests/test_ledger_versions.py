@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 import redis
 
 from tasks import entries, keys
+from tasks.job_request import SamplingParams
 from tasks.ledger_types import Rider
 from tasks.redis_clients import ServerRefused, check_server
+from tasks.registry import ModelInfo, WorkerInfo, list_workers, parse_models, worker_fields
 from tasks.settings import Settings
 from tests.ledger_harness import LedgerOnAClock, listening, write
+from worker.workload_manager import Ride
 
 OLD, NEW = entries.VERSION, entries.VERSION + 1
 #: A process that is not heard for so long does not live.
@@ -138,6 +142,32 @@ def test_a_record_of_the_newer_release_is_left_to_a_worker_that_reads_it(ledger:
     assert ledger.dump() == before
     ledger.version = NEW
     assert ledger.try_claim("j")[0].verdict == "ok"
+
+
+def test_a_job_that_asks_for_a_parameter_of_a_newer_release_is_left_to_a_worker_that_knows_it(
+    ledger: LedgerOnAClock,
+) -> None:
+    ledger.accept("j", params='{"max_tokens":8,"warmth":0.5}')
+    before = ledger.dump()
+    assert ledger.try_claim("j")[0].verdict == "newer"
+    assert ledger.dump() == before
+
+
+def test_a_parameter_of_a_newer_release_that_is_not_asked_for_is_in_nobody_s_way(ledger: LedgerOnAClock) -> None:
+    ledger.accept("j", params='{"max_tokens":8,"warmth":null}')
+    claim, nonce = ledger.try_claim("j")
+    assert claim.verdict == "ok"
+    assert Ride.from_claim("j", nonce, claim).params == SamplingParams(max_tokens=8)
+
+
+def test_what_a_newer_release_says_of_its_models_and_workers_besides_is_passed_over(ledger: LedgerOnAClock) -> None:
+    client = ledger.client
+    model = ModelInfo("m", "m", "simulated", registered_at=1.0)
+    client.hset(keys.MODELS, "m", json.dumps({**asdict(model), "family": "next"}))
+    worker = WorkerInfo("w1", "w1", "here", 1, 2, "ready", "ready", 1.0, "m", "simulated", "cpu", "fp", 4, 4)
+    ledger.run(ledger.calls.heartbeat("w1", ["m"], 10_000, {**worker_fields(worker), "rack": "next"}))
+    assert parse_models(client.hgetall(keys.MODELS)) == {"m": model}
+    assert list_workers(client) == [worker]
 
 
 @pytest.mark.parametrize(

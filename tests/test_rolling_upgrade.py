@@ -27,7 +27,8 @@ pytestmark = pytest.mark.timeout(180)
 
 THIS = entries.VERSION
 ADVICE = (
-    f"the ledger in Redis has version {NEXT}, this release reads up to {THIS}. Upgrade: pip install --upgrade carpool"
+    f"the ledger in Redis is of a newer release (version {NEXT}, this one reads up to {THIS}). "
+    "Upgrade: pip install --upgrade carpool"
 )
 TOKENS = 500
 SHORT = {

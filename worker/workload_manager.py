@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from tasks import entries
 from tasks.job_request import SamplingParams
@@ -83,7 +84,7 @@ class Ride:
             id=id,
             epoch=claim.epoch,
             nonce=nonce,
-            params=SamplingParams(**claim.params),
+            params=SamplingParams(**_known(claim.params)),
             seed=claim.seed,
             prompt=claim.input.get("prompt"),
             messages=tuple((role, text) for role, text in messages) if messages else None,
@@ -174,6 +175,11 @@ class Ride:
             ids=tuple(self.ids),
             max_tokens_is_default=self.tokens_are_default,
         )
+
+
+def _known(params: dict[str, Any]) -> dict[str, Any]:
+    """What a newer API recorded besides was not asked for, or the claim would not have been granted."""
+    return {name: value for name, value in params.items() if name in SamplingParams.model_fields}
 
 
 class WorkloadManager:
