@@ -48,7 +48,7 @@ class Entry:
         return replace(self, ids=self.ids[skip:], text=self.text[skip:]) if skip else self
 
 
-def encode_tokens(n: int, ids: Sequence[int], text: Sequence[str], version: int = VERSION) -> str:
+def encode_tokens(n: int, ids: Sequence[int], text: Sequence[str], *, version: int = VERSION) -> str:
     """The token entry whose last token is number `n`; `text` holds one item per id, `version` is the record's."""
     return json.dumps(
         {"v": version, "t": "tokens", "n": n, "ids": list(ids), "text": list(text)},

@@ -120,7 +120,7 @@ class SlotWrite:
 
     def arguments(self) -> tuple[str | int, ...]:
         last = self.first + len(self.ids) - 1
-        data = entries.encode_tokens(last, self.ids, self.texts, self.version) if self.ids else ""
+        data = entries.encode_tokens(last, self.ids, self.texts, version=self.version) if self.ids else ""
         return (
             self.id,
             self.epoch,

@@ -28,11 +28,6 @@ NEXT = entries.VERSION + 1
 _PATCHES = {
     "tasks/entries.py": (
         (f"\nVERSION = {entries.VERSION}\n", f"\nVERSION = {NEXT}\n"),
-        (
-            '        {"v": version, "t": "tokens", "n": n, "ids": list(ids), "text": list(text)},\n',
-            '        {"v": version, "t": "tokens", "n": n, "ids": list(ids), "text": list(text)}'
-            ' | ({"lp": [0.5] * len(ids)} if version >= VERSION else {}),\n',
-        ),
     ),
     "tasks/lua/accept.lua": (
         (
@@ -44,7 +39,7 @@ _PATCHES = {
     "tasks/lua/claim.lua": (
         (
             "redis.call('XADD', log_key(id), epoch .. '-' .. j.k, 'd', marker)\n",
-            f"if tonumber(j.v) >= {NEXT} then marker = string.gsub(marker, '}}$', ',\"lp\":[]}}') end\n"
+            f"if tonumber(j.v) >= {NEXT} then marker = string.gsub(marker, '}}$', ',\"warmth\":0.5}}') end\n"
             "redis.call('XADD', log_key(id), epoch .. '-' .. j.k, 'd', marker)\n",
         ),
     ),
@@ -72,6 +67,19 @@ _PATCHES = {
     ),
 }  # fmt: skip
 
+#: What it has at the end of a file.
+_ADDED = {
+    "tasks/entries.py": """
+
+_encode_tokens = encode_tokens
+
+
+def encode_tokens(*arguments, version=VERSION, **more):
+    data = _encode_tokens(*arguments, version=version, **more)
+    return data if version < VERSION else data[:-1] + ',"warmth":0.5}'
+""",
+}
+
 
 def copy_this_release(folder: Path) -> Path:
     """This release's packages in `folder`."""
@@ -88,7 +96,7 @@ def upgrade(folder: Path) -> None:
             if source.count(old) != 1:
                 raise ValueError(f"{name} has {old!r} {source.count(old)} times, not once")
             source = source.replace(old, new)
-        (folder / name).write_text(source)
+        (folder / name).write_text(source + _ADDED.get(name, ""))
 
 
 class ApiProcess:

@@ -110,7 +110,7 @@ def test_jobs_go_from_one_release_to_the_other_and_back_and_streams_of_both_are_
             service.assert_whole(job)
             assert owners(service, job) == ["this", "next", "this again"]
             assert {entry["v"] for entry in raw_log(service, job)} == {THIS}
-            assert not any("lp" in entry for entry in raw_log(service, job))
+            assert not any("warmth" in entry for entry in raw_log(service, job))
         for job, text in streams:
             assert text.result(60) == service.view(job)["text"]
 
@@ -140,7 +140,7 @@ def test_once_the_older_release_is_gone_the_new_version_is_written_and_a_late_ol
     log = raw_log(service, new)
     assert {entry["v"] for entry in log} == {NEXT}
     assert owners(service, new) == ["next", "next again"]
-    assert all("lp" in entry for entry in log if entry["t"] != "end")
+    assert all("warmth" in entry for entry in log if entry["t"] != "end")
 
 
 def test_a_worker_leaves_a_record_of_a_newer_release_to_one_that_reads_it(service: Service, next_release: Path) -> None:

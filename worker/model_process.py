@@ -13,6 +13,7 @@ from tasks.settings import Settings
 from worker import messages
 from worker.channel import CommandWriter, UpdateReader, UpdateWriter
 from worker.messages import Aborted, Add, Broken, Command, Failed, Phase, Ready, Stepped, Update
+from worker.model_worker import EXIT_BROKEN
 
 PROCESS_NAME: Final = "carpool-model-worker"
 #: How long a child may take to exit after it has closed its pipe.
@@ -122,7 +123,7 @@ def _begin(
                 f"have {messages.VERSION}: Carpool was upgraded under it. Start the worker again"
             )
         )
-        sys.exit(1)
+        sys.exit(EXIT_BROKEN)
     main(settings, command_pipe, update_pipe)
 
 
