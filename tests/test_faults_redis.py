@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ops.errors import ExitCode
 from tasks import keys
 from tasks.codes import CarpoolError
 from tasks.redis_clients import check_server, connect
 from tasks.settings import Settings
 from tests.api_server import running_api
+from tests.instance import carpool
 from tests.redis_server import RedisServer
 from tests.service import Service, eventually, simulated_text
 
@@ -176,6 +178,20 @@ def test_while_redis_reads_its_file_whoever_starts_says_that_it_does_not_answer(
             check_server(client, slow.url)
         # what the supervisor never gives up
         assert caught.value.code.name == "redis_unavailable"
+
+
+@pytest.mark.parametrize("command", ["api --port 0", "worker --engine simulated", "up --engine simulated --port 0"])
+def test_whoever_starts_on_a_server_that_evicts_is_refused_with_the_command_that_mends_it(
+    always: RedisServer, tmp_path: Path, command: str
+) -> None:
+    with always.client() as redis:
+        redis.config_set("maxmemory-policy", "allkeys-lru")
+    settings = {"CARPOOL_REDIS_URL": always.url, "CARPOOL_DATA_DIR": str(tmp_path / "data")}
+    done = carpool(*command.split(), settings=settings)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert "maxmemory-policy allkeys-lru" in line
+    assert "redis-cli CONFIG SET maxmemory-policy noeviction" in line
+    assert done.returncode == ExitCode.PRECONDITION
 
 
 @pytest.mark.parametrize("number", [1000, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
