@@ -14,6 +14,7 @@ import redis.asyncio
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from api.counting import TokenCounter
+from api.errors import naming_job
 from api.events import as_json
 from api.feed import Feed
 from api.relay import Relay
@@ -146,7 +147,8 @@ class Intake:
             feed.close()
             raise
         feed.close()
-        return ticket, await self._relay.follow([ticket.id], ends_only=ends_only)
+        with naming_job(ticket.id):
+            return ticket, await self._relay.follow([ticket.id], ends_only=ends_only)
 
     async def _check(self, draft: Draft, model: ModelInfo | None) -> None:
         messages = draft.messages

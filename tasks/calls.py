@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tasks import entries, keys
+from tasks.job_request import SamplingParams
 from tasks.ledger_types import (
     Acceptance,
     Accepted,
@@ -32,6 +33,8 @@ LOOK_AGAIN_MS = 10_000
 MODEL_GONE_MS = 60_000
 MAX_DEADLINE_S = 7 * 86400
 TOMBSTONE_S = 7 * 86400
+#: A process that was not heard for so long no longer keeps the ledger at the version that it reads.
+VERSION_GONE_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Calls:
                 "invitation": INVITATION_MS,
                 "look_again": LOOK_AGAIN_MS,
                 "model_gone": MODEL_GONE_MS,
+                "version_gone": VERSION_GONE_MS,
                 "run_ahead": settings.run_ahead_steps,
                 "max_attempts": settings.max_attempts,
                 "max_deaths": settings.max_deaths,
@@ -117,6 +121,7 @@ class Calls:
             "worker": worker,
             "pid": pid,
             "board": board,
+            "params": list(SamplingParams.model_fields),
         }
         return self._call("claim", [id], (json.dumps(asked),), _parse_claim)
 
@@ -178,6 +183,10 @@ class Calls:
             ),
         )
 
+    def agree(self) -> Call[int]:
+        """Say which version this process reads. Answers the one that is written: where higher, not for this process."""
+        return self._call("agree", [], (), int)
+
     def heartbeat(self, incarnation: str, pools: Sequence[str], ttl_ms: int, state: dict[str, str]) -> Call[bool]:
         """Say that a worker lives. True where its pools are to be pumped."""
         body = {"incarnation": incarnation, "pools": list(pools), "ttl": ttl_ms, "fields": state}
@@ -220,7 +229,7 @@ def _parse_claim(answer: list[str]) -> Claim:
     verdict = str(answer[0])
     if verdict != "ok":
         return Claim(verdict)
-    epoch, k, strikes, struck_at, stop, deadline, params, seed, given, default_tokens, boarded = answer[1:]
+    epoch, k, strikes, struck_at, stop, deadline, params, seed, given, default_tokens, boarded, version = answer[1:]
     return Claim(
         verdict,
         epoch=int(epoch),
@@ -234,6 +243,7 @@ def _parse_claim(answer: list[str]) -> Claim:
         input=json.loads(given),
         tokens_are_default=bool(default_tokens),
         boarded=bool(boarded),
+        version=int(version),
     )
 
 

@@ -10,13 +10,14 @@ import queue
 import threading
 import time
 import uuid
+from collections.abc import Callable
 
 import structlog
 from redis.exceptions import RedisError
 
-from tasks import keys
+from tasks import entries, keys
 from tasks.ledger import SyncLedger
-from tasks.redis_clients import connect, write_even_when_full
+from tasks.redis_clients import connect, ledger_is_newer, write_even_when_full
 from tasks.settings import Settings
 
 _log = structlog.get_logger("carpool.keeper")
@@ -28,18 +29,24 @@ _REAP_PAGE = 50
 class Keeper:
     """Pumps a pool as soon as it is told to, and looks at everything once a tick.
 
+    It also says for its process which version of the ledger that reads, and learns which one is written.
+
     Args:
         invitation: template of the message of an invitation (`tasks.invitations`).
+        on_outdated: called, from the keeper's thread, with what to tell the user, where all others have gone on to a
+            version that this process does not read: it slept for a minute. What is due is left to them from then on.
     """
 
-    def __init__(self, settings: Settings, invitation: str) -> None:
+    def __init__(self, settings: Settings, invitation: str, on_outdated: Callable[[str], None] | None = None) -> None:
         self._settings = settings
         self._invitation = invitation
+        self._on_outdated = on_outdated
         self._id = uuid.uuid4().hex
         self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="carpool-keeper", daemon=True)
         self._stopping = threading.Event()
         self._trouble = ""
+        self._version = entries.VERSION
 
     def start(self) -> None:
         self._thread.start()
@@ -87,13 +94,22 @@ class Keeper:
         return {pool for pool in wanted if pool is not None}
 
     def _tick(self, ledger: SyncLedger) -> None:
-        if not self._holds_lock(ledger):
+        self._agree(ledger)
+        if self._version > entries.VERSION or not self._holds_lock(ledger):
             return
         looked_at = _REAP_PAGE
         while looked_at == _REAP_PAGE and not self._stopping.is_set():
             looked_at = ledger.run(ledger.calls.reap()).looked_at
         for pool in ledger.client.hkeys(keys.MODELS):
             ledger.run(ledger.calls.pump(str(pool)))
+
+    def _agree(self, ledger: SyncLedger) -> None:
+        version = ledger.run(ledger.calls.agree())
+        if version > max(self._version, entries.VERSION):
+            _log.error("ledger_is_newer", advice=ledger_is_newer(version))
+            if self._on_outdated is not None:
+                self._on_outdated(ledger_is_newer(version))
+        self._version = version
 
     def _holds_lock(self, ledger: SyncLedger) -> bool:
         if write_even_when_full(ledger.client, "SET", keys.REAPER, self._id, "NX", "PX", _LOCK_MS):

@@ -21,11 +21,19 @@ T = TypeVar("T")
 
 
 @cache
+def _sources() -> dict[str, str]:
+    """All files of `tasks/lua`, by name.
+
+    Read together: an upgrade that replaces them under a process that runs must not give it another release's script.
+    """
+    lua = files("tasks") / "lua"
+    return {file.name.removesuffix(".lua"): file.read_text() for file in lua.iterdir() if file.name.endswith(".lua")}
+
+
 def script_text(name: str) -> str:
     """A script as the server gets it. Only `accept` is refused by a full server: running jobs can always end."""
-    lua = files("tasks") / "lua"
     shebang = "#!lua" if name == "accept" else "#!lua flags=allow-oom"
-    return f"{shebang}\n{(lua / 'prelude.lua').read_text()}\n{(lua / f'{name}.lua').read_text()}"
+    return f"{shebang}\n{_sources()['prelude']}\n{_sources()[name]}"
 
 
 class SyncLedger:
@@ -35,6 +43,7 @@ class SyncLedger:
         self.client = client
         self.calls = Calls(settings, invitation)
         self._digests: dict[str, str] = {}
+        _sources()
 
     def run(self, call: Call[T]) -> T:
         """Run a call. Raises RedisError where the server does not answer in time."""
@@ -56,6 +65,7 @@ class AsyncLedger:
         self.client = client
         self.calls = Calls(settings, invitation)
         self._digests: dict[str, str] = {}
+        _sources()
 
     async def run(self, call: Call[T]) -> T:
         """Run a call. Raises RedisError where the server does not answer in time."""

@@ -71,7 +71,8 @@ class Claim:
     """The answer to a claim. `verdict`: ok, gone, ended, taken, mismatch (other model), newer (other release).
 
     The rest is set for ok: the epoch of this ride, tokens in the log, deaths so far, a stop that is wanted ("" or a
-    final status), the deadline in ms, what to generate, and whether it has boarded.
+    final status), the deadline in ms, what to generate, whether it has boarded, and the version of its
+    record, in which its log is written.
     """
 
     verdict: str
@@ -86,6 +87,7 @@ class Claim:
     input: dict[str, Any] = field(default_factory=dict)
     tokens_are_default: bool = False
     boarded: bool = False
+    version: int = entries.VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class SlotWrite:
         final: "" or succeeded, failed, cancelled, expired; only with every token in.
         tail: text that was still held back.
         error: the error as JSON where `final` is failed.
+        version: of the job's record.
     """
 
     id: str
@@ -115,10 +118,11 @@ class SlotWrite:
     finish_reason: str = ""
     tail: str = ""
     error: str = ""
+    version: int = entries.VERSION
 
     def arguments(self) -> tuple[str | int, ...]:
-        n = self.first + len(self.ids) - 1
-        data = entries.encode_tokens(n, self.ids, self.texts, self.lp) if self.ids else ""
+        last = self.first + len(self.ids) - 1
+        data = entries.encode_tokens(last, self.ids, self.texts, self.lp, version=self.version) if self.ids else ""
         return (
             self.id,
             self.epoch,

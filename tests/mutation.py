@@ -9,8 +9,8 @@ from tasks.ledger import script_text
 from tests.ledger_harness import ChangedScripts, LedgerOnAClock
 
 SCRIPTS = (
-    "accept", "attach", "cancel", "child_died", "claim", "detach", "fail", "forget", "heartbeat", "list", "look",
-    "pump", "reap", "release", "step", "unclaimed", "view",
+    "accept", "agree", "attach", "cancel", "child_died", "claim", "detach", "fail", "forget", "heartbeat", "list",
+    "look", "pump", "reap", "release", "step", "unclaimed", "view",
 )  # fmt: skip
 #: A test that takes a ledger alone.
 Claim = Callable[[LedgerOnAClock], None]

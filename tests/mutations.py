@@ -9,5 +9,6 @@ from __future__ import annotations
 from tests.mutations_of_ends import DEATHS, ENDS
 from tests.mutations_of_reaper import REAPER
 from tests.mutations_of_rides import ACCEPT, CLAIM, STEP
+from tests.mutations_of_versions import VERSIONS
 
-MUTATIONS = (*ACCEPT, *CLAIM, *STEP, *ENDS, *DEATHS, *REAPER)
+MUTATIONS = (*ACCEPT, *CLAIM, *STEP, *ENDS, *DEATHS, *REAPER, *VERSIONS)

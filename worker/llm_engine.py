@@ -88,7 +88,7 @@ class LLMEngine:
     ) -> None:
         """`executor` is started, and its events come to `inbox`.
 
-        `on_gave_up` is called, from the engine's thread, where this worker cannot go on, with the cause.
+        `on_gave_up` is called, from any thread, where this worker cannot go on, with the cause.
         """
         self.celery_side = CelerySide()
         self.incarnation = uuid.uuid4().hex
@@ -101,7 +101,7 @@ class LLMEngine:
         self._ledger = SyncLedger(self._client, settings)
         self._slots = WorkloadManager(settings.max_batch_size, settings.run_ahead_steps)
         self._executor = executor
-        self._keeper = Keeper(settings, invitation_template(celery))
+        self._keeper = Keeper(settings, invitation_template(celery), on_outdated=on_gave_up)
         self._publisher = Publisher(
             self._ledger, self._slots, self.celery_side, self._send, self._keeper.wake, settings.pool
         )

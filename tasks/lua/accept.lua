@@ -12,9 +12,10 @@ end
 
 local deadline = NOW + R.deadline
 local expires = int(deadline + kept_for(R.idem))
+local version = version_to_write()
 
 local function record(id, i, group)
-  redis.call('HSET', record_key(id), 'v', '1', 'id', id, 'status', 'queued', 'epoch', '0', 'owner', '', 'lease', '0', 'stop', '',
+  redis.call('HSET', record_key(id), 'v', version, 'id', id, 'status', 'queued', 'epoch', '0', 'owner', '', 'lease', '0', 'stop', '',
     'k', '0', 'claims', '0', 'claim_k', '0', 'strikes', '0', 'deaths', '0', 'struck_at', '-1', 'boarded', '', 'died_gen', '',
     'params', R.params, 'seed', R.seeds[i], 'input', ARGV[2 + i], 'fingerprint', '', 'pool', R.pool, 'model', R.model,
     'deadline', int(deadline), 'created_at', int(NOW), 'order', int(NOW_US + i), 'group', group, 'idem',
@@ -28,7 +29,7 @@ local function record(id, i, group)
 end
 
 if R.group then
-  redis.call('HSET', group_key(R.id), 'v', '1', 'id', R.id, 'status', 'queued', 'n', int(#R.seeds), 'left', int(#R.seeds),
+  redis.call('HSET', group_key(R.id), 'v', version, 'id', R.id, 'status', 'queued', 'n', int(#R.seeds), 'left', int(#R.seeds),
     'model', R.model, 'pool', R.pool, 'seed', R.seed, 'created_at', int(NOW), 'deadline', int(deadline), 'idem', R.idem,
     'metadata', R.metadata)
   redis.call('PEXPIREAT', group_key(R.id), expires)

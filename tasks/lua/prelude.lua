@@ -28,6 +28,7 @@ local function worker_key(incarnation) return P .. 'w:' .. incarnation end
 local function queue_key(pool) return 'carpool.' .. pool end
 local function celery_key(id) return 'celery-task-meta-' .. id end
 local DUE = P .. 'due'
+local SCHEMA = P .. 'schema'
 
 local function publish(id, data) redis.call('PUBLISH', P .. C.db .. ':c:' .. id, data) end
 
@@ -77,6 +78,11 @@ local function past_grace()
   local tick = tonumber(redis.call('GET', P .. 'tick') or 0)
   local grace = tonumber(redis.call('GET', P .. 'grace') or 0)
   return NOW > grace and NOW - tick < C.tick_stale
+end
+
+-- The version that new records get: the oldest that a living process reads (agree.lua). A job's log has its record's version.
+local function version_to_write()
+  return int(math.min(C.version, tonumber(redis.call('GET', SCHEMA) or C.version)))
 end
 
 local function leave_queues(id, pool)
@@ -201,7 +207,7 @@ local RANK = { succeeded = 0, expired = 1, cancelled = 2, failed = 3 }
 -- One child of a group has ended. The last one ends the group: failed > cancelled > expired > succeeded.
 local function group_child_ended(group, child, status, error)
   local key = group_key(group)
-  local g = fields(key, 'worst', 'idem', 'n')
+  local g = fields(key, 'v', 'worst', 'idem', 'n')
   if g.n == '' then return end
   if g.worst == '' or RANK[status] > RANK[g.worst] then
     redis.call('HSET', key, 'worst', status, 'error', error, 'culprit', child)
@@ -211,7 +217,7 @@ local function group_child_ended(group, child, status, error)
   redis.call('HSET', key, 'status', g.worst, 'finished_at', int(NOW))
   local at = int(NOW + kept_for(g.idem))
   celery_end(group, g.worst, group_view(group), reason_of(redis.call('HGET', key, 'error') or ''), at)
-  publish(group, string.format('{"v":1,"t":"end","n":0,"ids":[],"text":[],"status":%s}', quote(g.worst)))
+  publish(group, string.format('{"v":%s,"t":"end","n":0,"ids":[],"text":[],"status":%s}', g.v, quote(g.worst)))
   redis.call('PEXPIREAT', key, at)
   if g.idem ~= '' then redis.call('PEXPIREAT', idem_key(g.idem), at) end
   for i = 0, tonumber(g.n) - 1 do expire_job(group .. '.' .. int(i), at) end
@@ -221,13 +227,13 @@ end
 -- Returns false where the job has already ended or is gone.
 local function terminal(id, status, finish_reason, error, tail)
   local key = record_key(id)
-  local j = fields(key, 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens')
+  local j = fields(key, 'v', 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens')
   if j.status ~= 'queued' and j.status ~= 'running' then return false end
   local reason = reason_of(error) -- before anything is written: there is no rollback
   local epoch = int(tonumber(j.epoch) + 1)
   local data = string.format(
-    '{"v":1,"t":"end","n":%s,"ids":[],"text":[%s],"status":%s,"finish_reason":%s,"usage":%s,"error":%s}', j.k, quote(tail),
-    quote(status), quote(finish_reason), usage_json(j.prompt_tokens, j.k), number_or_null(error))
+    '{"v":%s,"t":"end","n":%s,"ids":[],"text":[%s],"status":%s,"finish_reason":%s,"usage":%s,"error":%s}', j.v, j.k,
+    quote(tail), quote(status), quote(finish_reason), usage_json(j.prompt_tokens, j.k), number_or_null(error))
   redis.call('XADD', log_key(id), epoch .. '-' .. j.k, 'd', data)
   if tail ~= '' then redis.call('APPEND', text_key(id), tail) end
   redis.call('HSET', key, 'status', status, 'epoch', epoch, 'lease', '0', 'finished_at', int(NOW), 'finish_reason', finish_reason,
