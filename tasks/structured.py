@@ -17,6 +17,8 @@ MAX_SCHEMA_BYTES: Final = 64 * 1024
 MAX_TOOLS_BYTES: Final = 256 * 1024
 #: A schema or a tool's parameters nested deeper than this is nobody's.
 MAX_SCHEMA_DEPTH: Final = 64
+#: An array's bounds are written out in a grammar: a million of them would hold up the whole batch for minutes.
+MAX_SCHEMA_ITEMS: Final = 10_000
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CHOICES: Final = ("none", "auto", "required")
@@ -138,26 +140,28 @@ def _check_optional(value: Mapping[str, Any], where: str) -> None:
 def _check_schema(schema: Any, where: str) -> None:
     if not isinstance(schema, dict):
         raise ValueError(f"{where} is no JSON Schema: give an object")
-    if _is_deeper(schema, MAX_SCHEMA_DEPTH):
-        raise ValueError(f"{where} is nested deeper than {MAX_SCHEMA_DEPTH} levels: use $defs and $ref")
+    _check_levels(schema, where)
     size = json_size(schema)
     if size > MAX_SCHEMA_BYTES:
         raise ValueError(f"{where} has {size} bytes, at most {MAX_SCHEMA_BYTES} are possible")
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether a value is nested deeper; level by level, since the recursion of a deep one would not end well."""
-    level = [value]
-    for _ in range(levels):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
+def _check_levels(schema: dict[str, Any], where: str) -> None:
+    """Depth and array bounds; level by level, since the recursion of a deep schema would not end well."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        for name in ("minItems", "maxItems"):
+            found = [outer[name] for outer in level if isinstance(outer, dict) and name in outer]
+            bounds = [bound for bound in found if isinstance(bound, int | float) and bound > MAX_SCHEMA_ITEMS]
+            if bounds:
+                raise ValueError(
+                    f"{where} has a {name} of {str(bounds[0])[:40]}, at most {MAX_SCHEMA_ITEMS} is possible"
+                )
+        inner = [value for outer in level for value in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [value for value in inner if isinstance(value, dict | list)]
         if not level:
-            return False
-    return True
+            return
+    raise ValueError(f"{where} is nested deeper than {MAX_SCHEMA_DEPTH} levels: use $defs and $ref")
 
 
 def _refuse_others(value: Mapping[str, Any], known: Sequence[str], where: str) -> None:

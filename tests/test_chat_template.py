@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from tasks.chat import Message
 from tests.tiny_models import CHAT_TEMPLATE, save_tokenizer
+from worker.engines.base import SequenceError
 from worker.engines.chat_template import conversation, knows_tools
 from worker.engines.transformers_tokenizer import TransformersTokenizer
 
@@ -111,6 +112,16 @@ def test_a_model_with_a_template_of_its_own_for_tools_shows_them_with_that_one(t
 
     assert tokenizer.encode_chat(chat(QUESTION), [TOOL])[0].startswith("with tools")
     assert tokenizer.encode_chat(chat(QUESTION))[0] == "<user>1 + 1?</user><assistant>"
+
+
+def test_a_template_that_trips_over_a_turn_refuses_the_chat_and_nothing_more(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message.tool_calls[0].function.arguments | items | list }}{% endfor %}"
+    tokenizer = tokenizer_of(tmp_path, template + "{{ tools }}<tool_call>")
+    turn = {"role": "assistant", "content": "so", "tool_calls": [call("c1", "[1]")]}
+
+    with pytest.raises(SequenceError, match="refuses messages of assistant") as caught:
+        tokenizer.encode_chat(chat(turn))
+    assert caught.value.code == "invalid_request"
 
 
 def test_arguments_that_were_cut_short_stay_the_text_that_they_are() -> None:

@@ -50,6 +50,10 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+def schema_params(**schema: Any) -> SamplingParams:
+    return SamplingParams(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}})
+
+
 TOOLS = [tool("add"), tool("add-2", b={"type": "boolean"})]
 
 
@@ -109,6 +113,17 @@ def test_a_text_of_random_tokens_fits_its_schema_and_ends_with_its_last_brace(se
     assert 1 <= value["seats"] <= 60
     assert len(value["tags"]) <= 2
     assert value["next"] is None or set(value["next"]) <= {"at"}
+
+
+def test_a_tagged_union_is_one_of_its_kinds() -> None:
+    kinds = [
+        {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"], "additionalProperties": False}
+        for kind in ("car", "bus")
+    ]
+
+    found = {text_of(write(schema_params(oneOf=kinds), seed)) for seed in range(8)}
+
+    assert {json.loads(text)["kind"] for text in found} == {"car", "bus"}
 
 
 def test_any_object_is_json_and_white_space_never_runs_on() -> None:
@@ -197,10 +212,6 @@ def test_tokens_that_do_not_fit_the_grammar_are_not_gone_on_from() -> None:
     with pytest.raises(SequenceError, match="1 tokens of an earlier ride do not fit response_format") as caught:
         COMPILER.grammar_for(SamplingParams(response_format=SCHEMA_FORMAT), TOKENIZER.encode("x").ids)
     assert caught.value.code == "engine_error"
-
-
-def schema_params(**schema: Any) -> SamplingParams:
-    return SamplingParams(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}})
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": schema_format(schema=nested(65))}, "nested deeper than 64"),
     ({"response_format": schema_format(schema={"title": "x" * 70_000})}, "at most 65536"),
     ({"response_format": schema_format(schema={"const": float("nan")})}, "not JSON compliant"),
+    (
+        {"response_format": schema_format(schema={"items": {"maxItems": 10**9}})},
+        "maxItems of 1000000000, at most 10000",
+    ),
+    ({"response_format": schema_format(schema={"anyOf": [{"minItems": 1e5}]})}, "minItems of 100000.0"),
     ({"response_format": schema_format(strict="yes")}, "strict is 'yes'"),
     ({"tools": []}, "0 tools"),
     ({"tools": [TOOL] * 129}, "129 tools|two tools"),

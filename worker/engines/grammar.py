@@ -20,6 +20,8 @@ from worker.engines.base import SequenceError
 
 #: Regular expressions of llguidance's JSON compiler.
 _COMPACT: Final = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
+#: oneOf is taken for anyOf: a grammar can't count, and the schemas of tagged unions say oneOf where they mean either.
+_OPTIONS: Final = {**_COMPACT, "coerce_one_of": True}
 #: A function without parameters takes an empty object.
 _NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NUM_KEPT: Final = 32
@@ -180,7 +182,7 @@ def _parameters(function: Mapping[str, Any]) -> str:
 
 
 def _json(schema: Mapping[str, Any], lenient: bool = False) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": {**_COMPACT, "lenient": lenient}})
+    return "%json " + json.dumps({**schema, "x-guidance": {**_OPTIONS, "lenient": lenient}})
 
 
 def _culprit(params: SamplingParams, field: str, compile: Callable[[str], LLMatcher], cause: str) -> tuple[str, str]:

@@ -66,7 +66,8 @@ class TransformersTokenizer:
             prompt = self._tokenizer.apply_chat_template(
                 turns, tools=shown_tools, chat_template=template, tokenize=False, add_generation_prompt=True
             )
-        except TemplateError as error:
+        # A template is foreign code; one that trips over a turn must not take the process along.
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             roles = ", ".join(turn["role"] for turn in turns)
             raise SequenceError(
                 "invalid_request", f"the model's chat template refuses messages of {roles}: {error}"
