@@ -78,6 +78,11 @@ class Draft:
     request: str = ""
     idempotency: Idempotency | None = None
 
+    @property
+    def num_jobs(self) -> int:
+        """How many jobs it makes."""
+        return self.copies * (1 if self.messages is not None else len(self.prompts))
+
     def inputs(self) -> list[str]:
         """The input of each job as JSON."""
         if self.messages is not None:
@@ -92,7 +97,7 @@ class Draft:
 
     def sequence_ids(self, id: str) -> list[str]:
         """The jobs of an accepted draft, each with a log of its own."""
-        return [f"{id}.{index}" for index in range(len(self.inputs()))] if self.is_group else [id]
+        return [f"{id}.{index}" for index in range(self.num_jobs)] if self.is_group else [id]
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class Ended:
 
 def check_number(service: Service, draft: Draft, field: str, *, stream: bool) -> None:
     """Refuse more jobs than one request may make. Raises CarpoolError."""
-    num_jobs, most = len(draft.inputs()), service.settings.max_prompts
+    num_jobs, most = draft.num_jobs, service.settings.max_prompts
     if num_jobs > most:
         raise CarpoolError(
             "invalid_request",
