@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from pydantic import BaseModel, model_validator
@@ -25,6 +25,7 @@ def check_plain(body: Any) -> None:
     level, num_values = [body], 0
     for _ in range(MAX_DEPTH):
         deeper: list[Any] = []
+        values: Iterable[Any]
         for container in level:
             if isinstance(container, dict):
                 for name in container:
