@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from api import errors, generation, health, jobs
+from api.openai import chat, completions, models, responses
 from api.safety import BodyCheck, HostCheck, RequestIds
 from api.service import Service
 from tasks.settings import Settings, load_settings
@@ -20,6 +22,17 @@ An accepted job is never lost, and a stream outlives both of its ends: the clien
 
 Errors are `{"error": {"message", "type", "param", "code"}}`. Every answer to a request that made a job carries
 `x-carpool-job-id` and `Location`; any stream can be taken up again at `/jobs/{id}/stream`."""
+
+
+class _Application(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """The description; FastAPI would give every path a 422, which is 400 under `/v1`."""
+        described = super().openapi()
+        for path, operations in described["paths"].items():
+            if path.startswith("/v1/"):
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)
+        return described
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
@@ -38,7 +51,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             app.state.service = service
             yield
 
-    app = FastAPI(
+    app = _Application(
         title="Carpool",
         version=version("carpool"),
         description=_DESCRIPTION,
@@ -46,8 +59,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         lifespan=lifespan,
     )
     errors.install(app)
-    for router in (generation.router, jobs.router, health.router):
-        app.include_router(router)
+    for part in (generation, jobs, completions, chat, responses, models, health):
+        app.include_router(part.router)
     # the last one added is the first to see a request
     app.add_middleware(BodyCheck, max_bytes=used.max_body_bytes)
     if origins := _names(used.cors_origins):

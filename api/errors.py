@@ -10,12 +10,15 @@ from typing import Any
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from redis.exceptions import ConnectionError, MasterDownError, ReadOnlyError, RedisError, TimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from api import schemas
+from api.openai.errors import is_openai, retry_header, status_of
+from api.openai.requests import ChatRequest, CompletionRequest
+from api.openai.response_requests import ResponseRequest
 from tasks.codes import CODES, CarpoolError
 from tasks.redis_clients import is_full
 
@@ -29,14 +32,19 @@ class ClientLeft(Exception):
     """Nobody is there any more to be answered."""
 
 
-def answer(error: CarpoolError, headers: Mapping[str, str] | None = None, root_path: str = "") -> JSONResponse:
-    """An error as a response; one that speaks of a job says where it is."""
+def answer(
+    error: CarpoolError,
+    headers: Mapping[str, str] | None = None,
+    root_path: str = "",
+    status: int | None = None,
+) -> JSONResponse:
+    """An error as a response; one that speaks of a job says where it is. `status` stands in for the code's own."""
     more = dict(headers or {})
     if error.code.status == 503:
         more["Retry-After"] = str(error.retry_after_s or 1)
     if error.job_id is not None:
         more.update(job_headers(error.job_id, root_path))
-    return JSONResponse({"error": error.body()}, error.code.status, more)
+    return JSONResponse({"error": error.body()}, status or error.code.status, more)
 
 
 def job_headers(id: str, root_path: str) -> dict[str, str]:
@@ -89,15 +97,18 @@ def of_redis(error: RedisError) -> CarpoolError:
     return CarpoolError("internal_error", "Redis refused a call of this server; its log says more")
 
 
-def of_validation(errors: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> CarpoolError:
+def of_validation(errors: Sequence[Mapping[str, Any]], fields: Sequence[str], body: Any = None) -> CarpoolError:
     """The first thing that is wrong with a request: names the field and the value.
 
     Args:
         fields: what the body may hold, for a hint at a misspelt name.
+        body: the request's, parsed; None where the errors are not about one.
     """
-    first = errors[0]
+    first = _deepest(errors, body)
     location = list(first["loc"])
     place, path = str(location[0]), location[1:]
+    if place == "body" and isinstance(body, dict):
+        path = _in_body(path, body)
     if first["type"] == "json_invalid":
         reason = str(first.get("ctx", {}).get("error", "")).lower()
         return CarpoolError("invalid_json", f"the body is no JSON: {reason} at character {path[0] if path else 0}")
@@ -109,7 +120,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]], fields: Sequence[str]) ->
     ):
         return CarpoolError("invalid_request", 'the body has to be a JSON object, as in {"prompt": "Hello, I am"}')
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(path[-1]), fields, n=1)
+        near = difflib.get_close_matches(str(path[-1]), [name for name in fields if name != path[-1]], n=1)
         hint = f"Did you mean {near[0]}?" if near else "Leave it out"
         return CarpoolError("unsupported_field", f"the field {param} is not supported here. {hint}", param=param)
     message = str(first["msg"]).removeprefix("Value error, ")
@@ -123,6 +134,29 @@ def of_validation(errors: Sequence[Mapping[str, Any]], fields: Sequence[str]) ->
     return CarpoolError("invalid_request", f"{param}: {message}, but it is {shown}", param=param)
 
 
+def _in_body(path: Sequence[str | int], body: Any) -> list[str | int]:
+    """The path without the names of the types that pydantic tried on the way."""
+    found: list[str | int] = []
+    for index, part in enumerate(path):
+        if isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        elif isinstance(body, dict) and (part in body or index == len(path) - 1):
+            body = body.get(part)
+        else:
+            continue
+        found.append(part)
+    return found
+
+
+def _deepest(errors: Sequence[Mapping[str, Any]], body: Any) -> Mapping[str, Any]:
+    """Of the errors of the first field that has any: where a value fits none of several types, the nearest miss."""
+    first = errors[0]
+    if not isinstance(body, dict):
+        return first
+    same = [error for error in errors if list(error["loc"][:2]) == list(first["loc"][:2])]
+    return max(same, key=lambda error: len(_in_body(error["loc"][1:], body)))
+
+
 def _param(path: Sequence[str | int]) -> str:
     text = ""
     for part in path:
@@ -130,23 +164,35 @@ def _param(path: Sequence[str | int]) -> str:
     return text
 
 
-def _body_fields() -> list[str]:
-    models: list[type[BaseModel]] = [
-        schemas.BasicGenerate,
-        schemas.Generate,
-        schemas.GenerateStream,
-        schemas.GenerateVllm,
-        schemas.SubmitJob,
-    ]
+def _body_fields(request: Request) -> list[str]:
+    models: list[type[BaseModel]] = (
+        [ChatRequest, CompletionRequest, ResponseRequest]
+        if is_openai(request)
+        else [
+            schemas.BasicGenerate,
+            schemas.Generate,
+            schemas.GenerateStream,
+            schemas.GenerateVllm,
+            schemas.SubmitJob,
+        ]
+    )
     return sorted({name for model in models for name in model.model_fields})
 
 
 async def _carpool_error(request: Request, error: CarpoolError) -> Response:
+    if is_openai(request):
+        return answer(error, retry_header(error, request), root_path(request), status_of(error))
     return answer(error, root_path=root_path(request))
 
 
 async def _validation_error(request: Request, error: RequestValidationError) -> Response:
-    return answer(of_validation(error.errors(), _body_fields()))
+    return await _carpool_error(request, of_validation(error.errors(), _body_fields(request), error.body))
+
+
+async def _values_error(request: Request, error: ValidationError) -> Response:
+    """A body that is fine by itself, and what is made of it is not."""
+    raw = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+    return await _carpool_error(request, of_validation(raw, _body_fields(request)))
 
 
 async def _redis_error(request: Request, error: RedisError) -> Response:
@@ -201,6 +247,7 @@ def install(app: FastAPI) -> None:
     handlers: list[tuple[type[Exception], Callable[..., Any]]] = [
         (CarpoolError, _carpool_error),
         (RequestValidationError, _validation_error),
+        (ValidationError, _values_error),
         (RedisError, _redis_error),
         (HTTPException, _http_error),
         (ClientLeft, _client_left),

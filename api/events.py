@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+from api.logprobs import token_logprobs
 from tasks.codes import CarpoolError
 from tasks.entries import Entry
 from tasks.ledger_types import JobState
@@ -54,11 +55,28 @@ def parse_cursor(text: str, num_jobs: int) -> list[Cursor]:
     return found
 
 
+class Renderer(Protocol):
+    """What the events of a stream look like on the wire: each endpoint has a dialect of its own."""
+
+    def begin(self) -> str:
+        """What comes before the first event; "" for nothing."""
+
+    def render(self, index: int, entry: Entry) -> str:
+        """The events of a token entry or an end of job number `index`."""
+
+    def fault(self, error: CarpoolError) -> str:
+        """A fault of the stream itself, not of the job; nothing follows."""
+
+    def finish(self) -> str:
+        """What comes after the ends of all jobs; "" for nothing."""
+
+
 class EventRenderer:
     """Renders entries of one job, or of the children of a group, as events.
 
-    A token is an event of its own: `data: {"token", "sequence_id", "n"}` with the cursor as its id. The end adds
-    `finish_reason`, `usage`, `status` and `error`; its token is the tail of the text and may be empty.
+    A token is an event of its own: `data: {"token", "sequence_id", "n"}` with the cursor as its id, and with `logprobs`
+    where they were asked for. The end adds `finish_reason`, `usage`, `status` and `error`; its token is the tail of the
+    text and may be empty.
     """
 
     def __init__(self, ids: Sequence[str], cursors: Sequence[Cursor]) -> None:
@@ -69,16 +87,27 @@ class EventRenderer:
         """The events of a token entry or an end of job number `index`."""
         return self._end(index, entry) if entry.kind == "end" else self._tokens(index, entry)
 
+    def begin(self) -> str:
+        return ""
+
+    def fault(self, error: CarpoolError) -> str:
+        return render_error(error)
+
+    def finish(self) -> str:
+        return ""
+
     def _event_id(self) -> str:
         return ",".join(map(str, self._cursors))
 
     def _tokens(self, index: int, entry: Entry) -> str:
         cursor, sequence_id = self._cursors[index], self._ids[index]
         events = []
-        for n, token in enumerate(entry.text, entry.first):
-            cursor.n = n
+        for position, token in enumerate(entry.text):
+            cursor.n = n = entry.first + position
+            more = f',"logprobs":{_to_json(token_logprobs(entry.lp[position]))}' if entry.lp else ""
             events.append(
-                f'id: {self._event_id()}\ndata: {{"token":{_to_json(token)},"sequence_id":{sequence_id},"n":{n}}}\n\n'
+                f"id: {self._event_id()}\n"
+                f'data: {{"token":{_to_json(token)},"sequence_id":{sequence_id},"n":{n}{more}}}\n\n'
             )
         return "".join(events)
 

@@ -35,7 +35,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text}
     for status, text in (
         (400, "The request cannot be read, or is longer than the model's context."),
+        (404, "There is no such model."),
         (409, "The job was cancelled, or the Idempotency-Key was used with another body."),
+        (413, "The body is larger than CARPOOL_MAX_BODY_BYTES."),
+        (415, "The body is not JSON."),
         (422, "A field has a value that is not possible, or is not supported."),
         (500, "The job failed."),
         (503, "Redis or a worker is away, or full."),
@@ -61,7 +64,7 @@ async def basic_generate(body: BasicGenerate, request: Request) -> Response:
     """Complete one prompt and answer with prompt and completion: 50 new tokens, greedy, unless you say otherwise."""
     service = service_of(request)
     draft = Draft(body, body.default_max_tokens, [body.prompt], idempotency=await idempotency_of(request))
-    view = await _run(service, request, draft, *await service.models.choose(body.model))
+    view = await run(service, request, draft, *await service.models.choose(body.model))
     return _json({"generated_text": body.prompt + view["text"]}, view, request)
 
 
@@ -121,11 +124,22 @@ async def _run_group(
             param="prompts",
         )
     draft = Draft(body, body.default_max_tokens, prompts, is_group=True, idempotency=await idempotency_of(request))
-    return await _run(service, request, draft, *target)
+    return await run(service, request, draft, *target)
 
 
-async def _run(service: Service, request: Request, draft: Draft, alias: str, model: ModelInfo | None) -> dict[str, Any]:
-    """Accept a job, or a group, and wait for it. Raises CarpoolError where it does not succeed, or not in time."""
+async def run(
+    service: Service,
+    request: Request,
+    draft: Draft,
+    alias: str,
+    model: ModelInfo | None,
+) -> dict[str, Any]:
+    """Accept a job, or a group, and wait for it.
+
+    Raises:
+        CarpoolError: it did not succeed, or not in time.
+        ClientLeft: so did the client, and without an Idempotency-Key its job is cancelled.
+    """
     ticket, feed = await service.intake.accept_and_follow(draft, alias, model, ends_only=True)
     with naming_job(ticket.id):
         return await _wait_for(service, request, draft, ticket, feed)
@@ -146,12 +160,12 @@ async def _wait_for(service: Service, request: Request, draft: Draft, ticket: Ti
             "wait_exceeded", f"{why}, and job {ticket.id} goes on: GET /jobs/{ticket.id}", job_id=ticket.id
         )
     if view["status"] != "succeeded":
-        param = await _culprit(service, ticket.id) if draft.is_group else None
+        param = await _culprit(service, ticket.id, draft.copies) if draft.is_group else None
         raise error_of_job(ticket.id, view["status"], view["error"], param)
     return view
 
 
-async def _culprit(service: Service, id: str) -> str | None:
+async def _culprit(service: Service, id: str, copies: int) -> str | None:
     """Which prompt of a group it was that did not succeed; None also where Redis cannot tell now."""
     try:
         child = await service.client.hget(keys.group(id), "culprit")
@@ -159,7 +173,7 @@ async def _culprit(service: Service, id: str) -> str | None:
         # the end itself is known: an error of Redis in its place would have the client ask for everything once more
         _log.warning("culprit_not_read", job_id=id, error=str(error))
         return None
-    return f"prompts[{str(child).rpartition('.')[2]}]" if child else None
+    return f"prompts[{int(str(child).rpartition('.')[2]) // copies}]" if child else None
 
 
 def _json(body: dict[str, Any], view: dict[str, Any], request: Request) -> JSONResponse:

@@ -63,21 +63,42 @@ class Draft:
 
     Attributes:
         prompts: one per job; a chat is given as `messages` alone.
+        copies: so many jobs of each prompt, or of the chat, one after the other.
         is_group: the jobs are the children of a group, also where there is only one.
+        id_prefix: what the job's id begins with, where the client expects that; ids are UUIDs otherwise.
+        request: what the endpoint needs to answer again in its own shape, as JSON.
     """
 
     options: JobOptions
     default_max_tokens: int
     prompts: Sequence[str] = ()
     messages: Sequence[Message] | None = None
+    copies: int = 1
     is_group: bool = False
+    id_prefix: str = ""
+    request: str = ""
     idempotency: Idempotency | None = None
+
+    @property
+    def num_jobs(self) -> int:
+        """How many jobs it makes."""
+        return self.copies * (1 if self.messages is not None else len(self.prompts))
 
     def inputs(self) -> list[str]:
         """The input of each job as JSON."""
         if self.messages is not None:
-            return [input_json(None, self.messages)]
-        return [input_json(prompt, None) for prompt in self.prompts]
+            inputs = [input_json(None, self.messages)]
+        else:
+            inputs = [input_json(prompt, None) for prompt in self.prompts]
+        return [one for one in inputs for _ in range(self.copies)]
+
+    def new_id(self) -> str:
+        """An id for the job or group; no second call gives the same."""
+        return f"{self.id_prefix}{uuid.uuid4().hex}" if self.id_prefix else str(uuid.uuid4())
+
+    def sequence_ids(self, id: str) -> list[str]:
+        """The jobs of an accepted draft, each with a log of its own."""
+        return [f"{id}.{index}" for index in range(self.num_jobs)] if self.is_group else [id]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +146,24 @@ class Intake:
                 answer of Redis was lost and the job may be recorded all the same.
         """
         await self._check(draft, model)
-        return await self._accept(draft, alias, str(uuid.uuid4()))
+        return await self._accept(draft, alias, draft.new_id())
 
     async def accept_and_follow(
         self, draft: Draft, alias: str, model: ModelInfo | None, *, ends_only: bool
     ) -> tuple[Ticket, Feed]:
-        """The same, with a feed of the job. Close the feed."""
+        """The same, with a feed of the job. Close the feed.
+
+        With `ends_only` it is a feed of the job or group, else one of the sequences.
+        """
         await self._check(draft, model)
-        id = str(uuid.uuid4())
+        id = draft.new_id()
+        ids = [id] if ends_only else draft.sequence_ids(id)
         # The subscription is on its way together with the acceptance. Without a connection it goes first, so that
         # nothing is started that nobody can follow.
         if self._relay.is_connected:
-            feed = self._relay.open([id], ends_only=ends_only)
+            feed = self._relay.open(ids, ends_only=ends_only)
         else:
-            feed = await self._relay.follow([id], ends_only=ends_only)
+            feed = await self._relay.follow(ids, ends_only=ends_only)
         try:
             ticket = await self._accept(draft, alias, id)
             if ticket.is_new:
@@ -147,8 +172,9 @@ class Intake:
             feed.close()
             raise
         feed.close()
+        ids = [ticket.id] if ends_only else draft.sequence_ids(ticket.id)
         with naming_job(ticket.id):
-            return ticket, await self._relay.follow([ticket.id], ends_only=ends_only)
+            return ticket, await self._relay.follow(ids, ends_only=ends_only)
 
     async def _check(self, draft: Draft, model: ModelInfo | None) -> None:
         messages = draft.messages
@@ -156,7 +182,7 @@ class Intake:
             model,
             draft.prompts if messages is None else ["".join(message.text for message in messages)],
             draft.options.max_tokens,
-            many=draft.is_group,
+            many=len(draft.prompts) > 1 or (draft.is_group and draft.copies == 1),
             exact=messages is None,
         )
 
@@ -192,6 +218,7 @@ class Intake:
             tokens_are_default=options.max_tokens is None,
             metadata=as_json(options.metadata) if options.metadata is not None else "",
             user=options.user or "",
+            request=draft.request,
             idempotency=draft.idempotency.scope_hash if draft.idempotency else "",
             body_hash=draft.idempotency.body_hash if draft.idempotency else "",
         )

@@ -138,12 +138,7 @@ async def stream_job(
     if all(cursor.ended for cursor in cursors):
         return Response(status_code=204)
     service.check_streams()
-    member = await service.attachments.attach(id)
-    try:
-        feed = await service.relay.follow(ids)
-    except BaseException:
-        service.in_background(service.attachments.detach(member))
-        raise
+    member, feed = await service.attach_and_follow(id, ids)
     return service.open_stream(feed, cursors, {}, member=member)
 
 

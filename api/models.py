@@ -16,10 +16,15 @@ _FRESH_S: Final = 1.0
 
 
 class Models:
-    """Chooses the model of a request."""
+    """Chooses the model of a request.
+
+    Attributes:
+        aliases: further names of models, by the settings.
+    """
 
     def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
         self._client = client
+        self.aliases = settings.aliases
         self._default = settings.default_model or settings.pool
         self._models: dict[str, ModelInfo] = {}
         self._models_at = -_FRESH_S
@@ -49,6 +54,8 @@ class Models:
             CarpoolError: "model_not_found".
         """
         models = await self.known()
+        if asked is not None:
+            asked = self.aliases.get(asked, asked)
         alias = choose_model(asked, models.values(), self._default)
         if alias is None:
             there = ", ".join(sorted(models)) or self._default

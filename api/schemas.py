@@ -4,13 +4,46 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
+from api.plain_json import PlainJson
 from tasks.acceptance import JOB_MAX_TOKENS
 from tasks.job_request import JobOptions, JobRequest, Prompt
 
 
-class BasicGenerate(JobOptions):
+def refuse(value: Any) -> Any:
+    """A field that the base class has and this endpoint has not."""
+    raise PydanticCustomError("extra_forbidden", "Extra inputs are not permitted")
+
+
+def hides(*names: str) -> ConfigDict:
+    """The configuration of a body that refuses inherited fields: they are not described either."""
+
+    def hide(schema: dict[str, Any]) -> None:
+        for name in names:
+            schema.get("properties", {}).pop(name, None)
+
+    return ConfigDict(json_schema_extra=hide)
+
+
+class PromptOptions(PlainJson, JobOptions):
+    """What goes with a prompt: a chat template alone shows tools to a model."""
+
+    model_config = hides("tools", "tool_choice", "parallel_tool_calls")
+
+    _no_tools = field_validator("tools", "tool_choice", "parallel_tool_calls", mode="before")(refuse)
+
+
+class TextOptions(PromptOptions):
+    """What goes with an answer that is a text and nothing more."""
+
+    model_config = hides("tools", "tool_choice", "parallel_tool_calls", "logprobs")
+
+    _no_logprobs = field_validator("logprobs", mode="before")(refuse)
+
+
+class BasicGenerate(TextOptions):
     """One prompt, one answer."""
 
     default_max_tokens: ClassVar[int] = 50
@@ -19,7 +52,7 @@ class BasicGenerate(JobOptions):
     temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False)
 
 
-class Generate(JobOptions):
+class Generate(TextOptions):
     """Several prompts, answered in order."""
 
     default_max_tokens: ClassVar[int] = 50
@@ -28,7 +61,7 @@ class Generate(JobOptions):
     temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False)
 
 
-class GenerateStream(JobOptions):
+class GenerateStream(PromptOptions):
     """One prompt, its tokens as they come."""
 
     default_max_tokens: ClassVar[int] = 20
@@ -37,7 +70,7 @@ class GenerateStream(JobOptions):
     temperature: float = Field(0.7, ge=0, le=2, allow_inf_nan=False)
 
 
-class GenerateVllm(JobOptions):
+class GenerateVllm(TextOptions):
     """Several prompts for a worker with the vLLM engine; an empty list is answered with an empty list."""
 
     default_max_tokens: ClassVar[int] = 20
@@ -47,7 +80,7 @@ class GenerateVllm(JobOptions):
     top_p: float = Field(0.95, gt=0, le=1, allow_inf_nan=False)
 
 
-class SubmitJob(JobRequest):
+class SubmitJob(PlainJson, JobRequest):
     """A job to be picked up later: give either prompt or messages."""
 
     default_max_tokens: ClassVar[int] = JOB_MAX_TOKENS

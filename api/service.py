@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from api.attachments import Attachments
 from api.counting import TokenCounter
-from api.events import Cursor, EventRenderer
+from api.events import Cursor, EventRenderer, Renderer
 from api.feed import Feed
 from api.follower import Follower
 from api.intake import Intake
@@ -95,6 +95,14 @@ class Service:
             raise job_not_found(id)
         return view
 
+    async def views(self, ids: Sequence[str]) -> list[dict[str, Any]]:
+        """The same for several jobs. Raises CarpoolError "job_not_found"."""
+        views = await self.ledger.run(self.calls.view(ids))
+        found = [view for view in views if view is not None]
+        if len(found) < len(views):
+            raise job_not_found(ids[views.index(None)])
+        return found
+
     def in_background(self, work: Coroutine[Any, Any, object]) -> None:
         """Do something that nobody waits for; an outage of Redis only leaves it undone."""
 
@@ -113,6 +121,19 @@ class Service:
         if not await self.attachments.num_others(id):
             await self.ledger.run(self.calls.cancel(id))
 
+    async def attach_and_follow(self, id: str, ids: Sequence[str]) -> tuple[str, Feed]:
+        """A feed of the sequences of a job that goes on for as long as somebody follows it.
+
+        Returns:
+            The attachment, which `open_stream` takes as its member, and the feed.
+        """
+        member = await self.attachments.attach(id)
+        try:
+            return member, await self.relay.follow(ids)
+        except BaseException:
+            self.in_background(self.attachments.detach(member))
+            raise
+
     def check_streams(self) -> None:
         """Raises CarpoolError "too_many_streams" where this process has as many open streams as it may."""
         if self._num_streams >= self.settings.max_streams:
@@ -129,12 +150,14 @@ class Service:
         cursors: Sequence[Cursor],
         headers: dict[str, str],
         *,
+        renderer: Renderer | None = None,
         cancel_abandoned: str = "",
         member: str = "",
     ) -> JobEvents:
         """The event stream of a feed, which is closed with it.
 
         Args:
+            renderer: the dialect of the events; None: that of `/jobs/{id}/stream`.
             cancel_abandoned: id of the job that ends if the client leaves; "": none does.
             member: attachment that ends with the stream; "": none.
         """
@@ -145,7 +168,7 @@ class Service:
             self.look,
             feed,
             followers,
-            EventRenderer(feed.ids, cursors),
+            renderer or EventRenderer(feed.ids, cursors),
             self.settings.sse_heartbeat_s,
             self.stopping,
         )

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
-from api.events import EventRenderer, describe, render_comment, render_error
+from api.events import Renderer, describe, render_comment
 from api.feed import Feed
 from api.follower import Follower, log_start
 from api.relay import Look
@@ -61,7 +61,7 @@ class JobStream:
         look: Look,
         feed: Feed,
         followers: Sequence[Follower],
-        renderer: EventRenderer,
+        renderer: Renderer,
         heartbeat_s: float,
         stopping: asyncio.Event,
     ) -> None:
@@ -78,15 +78,21 @@ class JobStream:
         """The bytes to send, each item as many events as are there."""
         loop = asyncio.get_running_loop()
         comment_at = loop.time() + self._heartbeat_s
+        if beginning := self._renderer.begin():
+            yield beginning.encode()
         while True:
             try:
                 async for frame in self._news():
                     yield frame
                     comment_at = loop.time() + self._heartbeat_s
             except CarpoolError as error:
-                yield render_error(error).encode()
+                yield self._renderer.fault(error).encode()
                 return
-            if self._stopping.is_set() or all(follower.ended for follower in self._followers):
+            if all(follower.ended for follower in self._followers):
+                if last := self._renderer.finish():
+                    yield last.encode()
+                return
+            if self._stopping.is_set():
                 return
             silence_s = comment_at - loop.time()
             if await self._feed.wait(min(silence_s, _RETRY_S) if self._redis_is_away else silence_s):

@@ -32,6 +32,9 @@ app.add_typer(jobs_app, name="jobs")
 Engine = Annotated[str | None, typer.Option(help="transformers, vllm or simulated.")]
 Model = Annotated[str | None, typer.Option(help="Bundled model, hub name, local folder or GGUF file.")]
 ServedModelName = Annotated[str | None, typer.Option(help="Alias under which the model is served.")]
+ModelAlias = Annotated[
+    list[str] | None, typer.Option(help="ALIAS=MODEL: another name of a served model; may be given several times.")
+]
 MaxBatchSize = Annotated[int | None, typer.Option(help="Slots: sequences that ride in one batch.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -43,6 +46,11 @@ Debug = Annotated[bool, typer.Option("--debug", help="Log more, and show traceba
 
 def _settings(debug: bool = False, **options: Any) -> Settings:
     return load_settings({**options, "log_level": "debug" if debug else None})
+
+
+def _aliases(pairs: list[str] | None) -> str | None:
+    """The setting for `--model-alias`; without any the environment's stands."""
+    return ",".join(pairs) if pairs else None
 
 
 def _is_supervised() -> bool:
@@ -57,6 +65,7 @@ def up(
     engine: Engine = None,
     model: Model = None,
     served_model_name: ServedModelName = None,
+    model_alias: ModelAlias = None,
     max_batch_size: MaxBatchSize = None,
     host: Host = None,
     port: Port = None,
@@ -77,6 +86,7 @@ def up(
         engine=engine,
         model=model,
         served_model_name=served_model_name,
+        model_aliases=_aliases(model_alias),
         max_batch_size=max_batch_size,
         host=host,
         port=port,
@@ -90,12 +100,18 @@ def up(
 
 
 @app.command()
-def api(host: Host = None, port: Port = None, redis_url: RedisUrl = None, debug: Debug = False) -> None:
+def api(
+    host: Host = None,
+    port: Port = None,
+    model_alias: ModelAlias = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
     """Run the API server alone, on the Redis of CARPOOL_REDIS_URL."""
     from api.server import serve
     from ops import preflight
 
-    settings = _settings(debug, host=host, port=port, redis_url=redis_url)
+    settings = _settings(debug, host=host, port=port, model_aliases=_aliases(model_alias), redis_url=redis_url)
     if not _is_supervised():  # else the supervisor has looked
         preflight.check_host(settings)
         preflight.claim_port(settings.host, settings.port)

@@ -99,6 +99,7 @@ class Calls:
             "metadata": request.metadata,
             "key": request.owner,
             "user": request.user,
+            "request": request.request,
             "idem": request.idempotency,
             "body": request.body_hash,
             "native": "1" if request.native else "",

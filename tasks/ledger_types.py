@@ -27,6 +27,7 @@ class Acceptance:
         deadline_s: from now.
         owner: whose list the job stands in (an API key's id; "all" without keys).
         user: the caller's own name for whoever asks; recorded without effect.
+        request: what the endpoint needs to answer again in its own shape, as JSON; recorded without effect.
         idempotency, body_hash: hash of scope and key, hash of the canonical body; "" without a key.
     """
 
@@ -41,6 +42,7 @@ class Acceptance:
     metadata: str = ""
     owner: str = "all"
     user: str = ""
+    request: str = ""
     idempotency: str = ""
     body_hash: str = ""
     native: bool = False

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "CARPOOL_"
@@ -69,6 +69,10 @@ class Settings(BaseSettings):
     model: str = Field(BUNDLED_MODEL, description="Bundled model, hub name, local folder or GGUF file.")
     served_model_name: str = Field("", description="Alias that the model is served under; empty: its own name.")
     default_model: str = Field("", description="Model of a request that names none.")
+    model_aliases: str = Field(
+        "",
+        description="Further names of served models, as in `gpt-4o-mini=SmolLM2-135M-Instruct`, comma separated.",
+    )
     revision: str = Field("", description="Revision of a hub model.")
     trust_remote_code: bool = Field(False, description="Run code that comes with a hub model.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
@@ -128,6 +132,21 @@ class Settings(BaseSettings):
                 "or the broker redelivers jobs that still ride. Raise CARPOOL_VISIBILITY_S"
             )
         return self
+
+    @field_validator("model_aliases")
+    @classmethod
+    def _aliases_are_pairs(cls, value: str) -> str:
+        for pair in filter(None, map(str.strip, value.split(","))):
+            alias, _, model = map(str.strip, pair.partition("="))
+            if not alias or not model:
+                raise ValueError(f"{pair!r} is no pair of names. Write ALIAS=MODEL, with commas between several")
+        return value
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of models: alias to the name that a model is served under."""
+        pairs = (pair.partition("=") for pair in self.model_aliases.split(",") if pair.strip())
+        return {alias.strip(): model.strip() for alias, _, model in pairs}
 
     @property
     def pool(self) -> str:

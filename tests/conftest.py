@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import redis
 
+from tests.api_server import ApiServer, running_api
 from tests.redis_server import RedisServer
+from tests.service import Service
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +60,16 @@ def _signals_reach_what_we_start() -> Iterator[None]:
 def _settings_of_the_developer_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("CARPOOL_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def simulated_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """An API with a server and a simulated worker of its own, for tests that break nothing of it."""
+    folder = tmp_path_factory.mktemp("simulated")
+    with (
+        RedisServer(folder / "redis") as server,
+        Service(server.url, folder, model_aliases="gpt-4o-mini=simulated, ghost=nobody") as service,
+    ):
+        service.worker()
+        with running_api(service.settings) as api:
+            yield api

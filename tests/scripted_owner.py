@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from tasks import keys
+from tasks.entries import TokenLogprob
 from tasks.ledger import SyncLedger
 from tasks.ledger_types import Rider, SlotWrite
 from tasks.redis_clients import connect
@@ -121,10 +122,10 @@ class ScriptedOwner:
         self._step(ride, SlotWrite(chosen, claim.epoch, nonce, claim.k + 1, board=True, prompt_tokens=3))
         return ride
 
-    def write(self, ride: Ride, *texts: str) -> Ride:
-        """Write one entry with a token per text."""
+    def write(self, ride: Ride, *texts: str, lp: Sequence[TokenLogprob] = ()) -> Ride:
+        """Write one entry with a token per text, and their logprobs where there are any."""
         ids = tuple(range(ride.k + 1, ride.k + len(texts) + 1))
-        self._step(ride, SlotWrite(ride.id, ride.epoch, ride.nonce, ride.k + 1, ids, texts))
+        self._step(ride, SlotWrite(ride.id, ride.epoch, ride.nonce, ride.k + 1, ids, texts, tuple(lp)))
         return ride
 
     def finish(

@@ -166,6 +166,8 @@ def test_a_server_program_says_its_version(tmp_path: Path) -> None:
         (("up", "--port", "99999"), {}, "CARPOOL_PORT=99999"),
         (("up", "--engine", "llama"), {}, "CARPOOL_ENGINE='llama'"),
         (("up",), {"CARPOOL_MAX_BATCH_SIZE": "none"}, "CARPOOL_MAX_BATCH_SIZE='none'"),
+        (("api", "--model-alias", "gpt-4o"), {}, "CARPOOL_MODEL_ALIASES='gpt-4o': 'gpt-4o' is no pair of names"),
+        (("up", "--model-alias", "a=b", "--model-alias", "=c"), {}, "CARPOOL_MODEL_ALIASES='a=b,=c': '=c' is no pair"),
         (("status",), {"CARPOOL_PROT": "1"}, "CARPOOL_PROT='1' is no setting of Carpool. Did you mean CARPOOL_PORT?"),
     ],
 )

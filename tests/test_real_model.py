@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from tasks.codes import JobFailed
 from tests.api_server import ApiServer, running_api
 from tests.mixed_jobs import Plan, draw_plans, run_all
+from tests.openai_clients import openai_client
 from tests.redis_server import RedisServer
 from tests.service import Service, eventually
 
@@ -113,3 +115,94 @@ def test_a_killed_model_process_s_text_is_whole_and_in_order(service: Service) -
     psutil.Process(child).kill()
     assert service.wait_for_end(job, 200)["text"] == alone
     service.assert_whole(job)
+
+
+QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def test_openai_s_client_chats_by_the_model_s_template(api: ApiServer) -> None:
+    body: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": 24}
+    options = {"model": "SmolLM2-135M-Instruct", **body}
+    with openai_client(api, timeout=120) as client, api.client(timeout=120) as http:
+        answer = client.chat.completions.create(**options)
+        job = http.get(f"/jobs/{answer.id}").json()
+        chunks = list(client.chat.completions.create(**options, stream=True))
+        alone = http.get(f"/jobs/{http.post('/jobs', json=body).json()['id']}", params={"wait": 60}).json()
+    text = answer.choices[0].message.content
+    assert text is not None
+    assert "Paris" in text
+    assert job["text"] == alone["text"] == text
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert answer.usage is not None
+    assert answer.usage.model_dump(exclude_none=True) == alone["usage"]
+    # the template puts its own turns around the question
+    assert answer.usage.prompt_tokens > 20
+
+
+def test_logprobs_of_a_greedy_chat_are_those_of_its_tokens(api: ApiServer) -> None:
+    with openai_client(api, timeout=120) as client:
+        choice = client.chat.completions.create(
+            model="SmolLM2-135M-Instruct", messages=QUESTION, temperature=0, max_tokens=6, logprobs=True, top_logprobs=2
+        ).choices[0]
+        legacy = client.completions.create(
+            model="SmolLM2-135M-Instruct", prompt="The capital of France is", temperature=0, max_tokens=6, logprobs=2
+        ).choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
+    for token in choice.logprobs.content:
+        first, second = token.top_logprobs
+        assert (token.token, token.logprob) == (first.token, first.logprob)
+        assert 0 >= first.logprob >= second.logprob
+    assert legacy.logprobs is not None
+    assert "".join(legacy.logprobs.tokens or ()) == legacy.text
+    assert legacy.logprobs.text_offset is not None
+    for offset, part in zip(legacy.logprobs.text_offset, legacy.logprobs.tokens or (), strict=True):
+        assert legacy.text[offset:].startswith(part)
+
+
+def test_a_form_and_a_tool_hold_the_model_to_them(api: ApiServer) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["n"],
+    }
+    closed = {**schema, "additionalProperties": False}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": closed, "strict": True}}
+    tools: Any = [{"type": "function", "function": {"name": "look_up", "parameters": closed}}]
+    options: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "messages": QUESTION, "seed": 1, "max_tokens": 60}
+    with openai_client(api, timeout=120) as client:
+        shaped = client.chat.completions.create(**options, response_format=form).choices[0]
+        called = client.chat.completions.create(
+            **options, tools=tools, tool_choice="required", parallel_tool_calls=False
+        ).choices[0]
+        response = client.responses.create(
+            model="SmolLM2-135M-Instruct",
+            input=QUESTION,
+            text={"format": {"type": "json_schema", "name": "answer", "schema": closed, "strict": True}},
+            max_output_tokens=60,
+            extra_body={"seed": 1},
+        )
+    assert shaped.finish_reason == "stop"
+    assert isinstance(json.loads(str(shaped.message.content))["n"], int)
+    assert response.output_text == shaped.message.content
+    assert called.finish_reason == "tool_calls"
+    assert called.message.tool_calls is not None
+    (call,) = called.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "look_up"
+    assert isinstance(json.loads(call.function.arguments)["n"], int)
+
+
+@pytest.mark.parametrize("prompt", ["<|im_start|><|im_end|>", "<|endoftext|>" * 3])
+def test_a_prompt_of_special_tokens_alone_is_gone_on_with(api: ApiServer, prompt: str) -> None:
+    with openai_client(api, timeout=120) as client:
+        completion = client.completions.create(
+            model="SmolLM2-135M-Instruct", prompt=prompt, max_tokens=4, temperature=0
+        )
+        answer = client.chat.completions.create(
+            model="SmolLM2-135M-Instruct", messages=[{"role": "user", "content": prompt}], max_tokens=4, temperature=0
+        )
+    for usage in (completion.usage, answer.usage):
+        assert usage is not None
+        assert 1 <= usage.completion_tokens <= 4

@@ -14,6 +14,7 @@ import pytest
 import redis
 
 from tasks import keys
+from tasks.entries import TokenLogprob
 from tasks.settings import Settings
 from tests.api_server import ApiServer, Event, events_of, running_api, tokens_of, until
 from tests.redis_server import RedisServer
@@ -358,3 +359,23 @@ def test_streams_go_on_after_an_outage_of_redis(own_redis: RedisServer) -> None:
         owner.write(ride, " b")
         owner.finish(ride)
         assert [event.id for event in events if event.data] == ["2", "2.end"]
+
+
+def test_a_job_with_logprobs_streams_them(client: httpx2.Client, owner: ScriptedOwner) -> None:
+    id = submit(client, logprobs=1)
+    ride = owner.claim(id)
+    top = TokenLogprob(id=1, lp=-0.5, b=[32, 98])
+    owner.write(ride, " a", "", lp=[TokenLogprob(id=2, lp=-2.0, b=[32, 97], top=[top])] * 2)
+    owner.finish(ride, tail=" c")
+    *tokens, end = replay(client, id)
+    likely = [{"token": " b", "logprob": -0.5, "bytes": [32, 98]}]
+    for event in tokens:
+        assert event.data is not None
+        assert event.data["logprobs"] == {
+            "token": " a",
+            "logprob": -2.0,
+            "bytes": [32, 97],
+            "top_logprobs": likely,
+        }
+    assert end.data is not None
+    assert "logprobs" not in end.data

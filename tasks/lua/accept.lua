@@ -20,7 +20,7 @@ local function record(id, i, group)
     'params', R.params, 'seed', R.seeds[i], 'input', ARGV[2 + i], 'fingerprint', '', 'pool', R.pool, 'model', R.model,
     'deadline', int(deadline), 'created_at', int(NOW), 'order', int(NOW_US + i), 'group', group, 'idem',
     group == '' and R.idem or '', 'native', R.native, 'metadata', group == '' and R.metadata or '', 'default_tokens',
-    R.default_tokens, 'user', R.user)
+    R.default_tokens, 'user', R.user, 'request', group == '' and R.request or '')
   redis.call('SET', text_key(id), '')
   redis.call('PEXPIREAT', record_key(id), expires)
   redis.call('PEXPIREAT', text_key(id), expires)
@@ -31,7 +31,7 @@ end
 if R.group then
   redis.call('HSET', group_key(R.id), 'v', version, 'id', R.id, 'status', 'queued', 'n', int(#R.seeds), 'left', int(#R.seeds),
     'model', R.model, 'pool', R.pool, 'seed', R.seed, 'created_at', int(NOW), 'deadline', int(deadline), 'idem', R.idem,
-    'metadata', R.metadata)
+    'metadata', R.metadata, 'request', R.request or '')
   redis.call('PEXPIREAT', group_key(R.id), expires)
   for i = 1, #R.seeds do record(R.id .. '.' .. int(i - 1), i, R.id) end
 else

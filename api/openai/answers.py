@@ -1,0 +1,188 @@
+"""Shapes of the answers under `/v1`, as `/docs` shows them. They are OpenAI's; what Carpool never sends is left out."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel
+
+from api.schemas import ErrorAnswer
+
+#: The errors of every endpoint here; a field that does not fit is 400, not 422 as on our own endpoints.
+ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+    status: {"model": ErrorAnswer, "description": text}
+    for status, text in (
+        (400, "A field has a value that is not possible, is not supported, or is longer than the model's context."),
+        (404, "There is no such model, or no such response."),
+        (409, "The job was cancelled or has not ended, or the Idempotency-Key was used with another body."),
+        (413, "The body is larger than CARPOOL_MAX_BODY_BYTES."),
+        (415, "The body is not JSON."),
+        (500, "The job failed."),
+        (503, "Redis or a worker is away, or full."),
+        (504, "The job goes on and the wait was too long, or its deadline passed."),
+    )
+}
+EVENTS: Final = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+class ModelCard(BaseModel):
+    """A model: `root` is the name it is served under, of which `id` may be an alias."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+
+
+class ModelList(BaseModel):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class CompletionUsage(BaseModel):
+    """Tokens, those of a prompt with several choices counted once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class LegacyLogprobs(BaseModel):
+    """One item per generated token, in four lists."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(BaseModel):
+    """The answer of `/v1/completions`; its id is the job's."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: CompletionUsage
+
+
+class TopLogprob(BaseModel):
+    """A token that might have been drawn."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token that was drawn, and those that were likeliest."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """One item per generated token."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CalledFunction(BaseModel):
+    """What is to be called; `arguments` is JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(BaseModel):
+    """The model's turn."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(BaseModel):
+    """The answer of `/v1/chat/completions`; its id is the job's."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+
+
+class ResponseError(BaseModel):
+    """Why a response failed. OpenAI's clients know few codes, so the message begins with Carpool's own."""
+
+    code: Literal["server_error", "invalid_prompt"]
+    message: str
+
+
+class ResponseObject(BaseModel):
+    """A response; its id is the job's. `output` holds messages and function calls."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    error: ResponseError | None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    metadata: dict[str, str]
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
+
+
+class DeletedResponse(BaseModel):
+    """A response that was forgotten."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]

@@ -1,0 +1,84 @@
+"""`POST /v1/completions`: texts to go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.generation import idempotency_of
+from api.intake import Draft
+from api.logprobs import LegacyLogprobs
+from api.openai.answers import ERRORS, EVENTS, Completion
+from api.openai.chunks import CompletionChunks, sum_usage
+from api.openai.errors import naming
+from api.openai.requests import COMPLETION_MAX_TOKENS, CompletionRequest
+from api.openai.serving import Ended, Head, answer_with, check_number, recorded, stream_with
+from api.service import service_of
+
+_PATH: Final = "/v1/completions"
+
+router = APIRouter(tags=["openai"], responses=ERRORS)
+
+
+@router.post(_PATH, response_model=Completion, responses={200: {"content": EVENTS}})
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Complete a prompt, or several: 16 tokens at temperature 1, unless you say otherwise.
+
+    With `stream` the answer is a stream of chunks, `data: [DONE]` at its end.
+    """
+    service = service_of(request)
+    prompts = body.prompts
+    draft = Draft(
+        body.options(),
+        COMPLETION_MAX_TOKENS,
+        prompts,
+        copies=body.n,
+        is_group=len(prompts) * body.n > 1,
+        idempotency=await idempotency_of(request),
+        id_prefix="cmpl-",
+        request=recorded(_PATH, body.store),
+    )
+    check_number(service, draft, "prompt", stream=body.stream)
+    target = await service.models.choose(body.model)
+    echo = [prompt for prompt in prompts for _ in range(body.n)] if body.echo else []
+    with naming("prompt"):
+        if not body.stream:
+            return await answer_with(
+                service, request, draft, target, lambda head, ended: _body(head, ended, body.n, echo, body.logprobs)
+            )
+        return await stream_with(
+            service,
+            request,
+            draft,
+            target,
+            lambda head: CompletionChunks(
+                head.ids,
+                head.body("text_completion"),
+                body.n,
+                body.include_usage,
+                echo=echo,
+                logprobs=body.logprobs is not None,
+            ),
+        )
+
+
+def _body(
+    head: Head, ended: Sequence[Ended], copies: int, echo: Sequence[str], logprobs: int | None
+) -> Mapping[str, Any]:
+    choices = [
+        {
+            "index": index,
+            "text": (echo[index] if echo else "") + one.text,
+            "logprobs": None if logprobs is None else LegacyLogprobs().take(one.lp),
+            "finish_reason": one.finish_reason,
+        }
+        for index, one in enumerate(ended)
+    ]
+    return {
+        **head.body("text_completion"),
+        "choices": choices,
+        "usage": sum_usage([one.usage for one in ended], copies),
+    }
