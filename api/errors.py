@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import structlog
@@ -63,6 +64,22 @@ def error_of_job(id: str, status: str, error: Mapping[str, Any] | None, param: s
         param=param or found.get("param"),
         job_id=id,
     )
+
+
+@contextmanager
+def naming_job(id: str) -> Iterator[None]:
+    """What goes wrong in this block is told with the job's id: who asked would else ask again, and make another one."""
+    try:
+        yield
+    except RedisError as error:
+        found = of_redis(error)
+        if found.code.name == "internal_error":
+            _log.error("redis_refused_a_call", job_id=id, exc_info=error)
+        found.job_id = id
+        raise found from error
+    except CarpoolError as error:
+        error.job_id = error.job_id or id
+        raise
 
 
 def of_redis(error: RedisError) -> CarpoolError:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import structlog
 from fastapi import APIRouter, Request
+from redis.exceptions import RedisError
 from starlette.responses import JSONResponse, Response
 
-from api.errors import ClientLeft, error_of_job, job_headers, root_path
+from api.errors import ClientLeft, error_of_job, job_headers, naming_job, root_path
 from api.events import Cursor
-from api.intake import Draft, Idempotency
+from api.feed import Feed
+from api.intake import Draft, Idempotency, Ticket
 from api.schemas import (
     BasicGenerate,
     ErrorAnswer,
@@ -26,6 +29,7 @@ from tasks.codes import CarpoolError
 from tasks.job_request import Prompt
 from tasks.registry import ModelInfo
 
+_log = structlog.get_logger("carpool.api")
 #: Every error has the same shape; without this FastAPI would document another one for 422.
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text}
@@ -137,6 +141,11 @@ async def run(
         ClientLeft: so did the client, and without an Idempotency-Key its job is cancelled.
     """
     ticket, feed = await service.intake.accept_and_follow(draft, alias, model, ends_only=True)
+    with naming_job(ticket.id):
+        return await _wait_for(service, request, draft, ticket, feed)
+
+
+async def _wait_for(service: Service, request: Request, draft: Draft, ticket: Ticket, feed: Feed) -> dict[str, Any]:
     wait_s = service.settings.sync_wait_s
     try:
         with feed:
@@ -157,8 +166,13 @@ async def run(
 
 
 async def _culprit(service: Service, id: str, copies: int) -> str | None:
-    """Which prompt of a group it was that did not succeed."""
-    child = await service.client.hget(keys.group(id), "culprit")
+    """Which prompt of a group it was that did not succeed; None also where Redis cannot tell now."""
+    try:
+        child = await service.client.hget(keys.group(id), "culprit")
+    except RedisError as error:
+        # the end itself is known: an error of Redis in its place would have the client ask for everything once more
+        _log.warning("culprit_not_read", job_id=id, error=str(error))
+        return None
     return f"prompts[{int(str(child).rpartition('.')[2]) // copies}]" if child else None
 
 

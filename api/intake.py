@@ -14,6 +14,7 @@ import redis.asyncio
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from api.counting import TokenCounter
+from api.errors import naming_job
 from api.events import as_json
 from api.feed import Feed
 from api.relay import Relay
@@ -83,6 +84,11 @@ class Draft:
     default_priority: int = NORMAL
     batch: str = ""
 
+    @property
+    def num_jobs(self) -> int:
+        """How many jobs it makes."""
+        return self.copies * (1 if self.messages is not None else len(self.prompts))
+
     def inputs(self) -> list[str]:
         """The input of each job as JSON."""
         if self.messages is not None:
@@ -97,7 +103,7 @@ class Draft:
 
     def sequence_ids(self, id: str) -> list[str]:
         """The jobs of an accepted draft, each with a log of its own."""
-        return [f"{id}.{index}" for index in range(len(self.inputs()))] if self.is_group else [id]
+        return [f"{id}.{index}" for index in range(self.num_jobs)] if self.is_group else [id]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,7 @@ class Intake:
     """Accepts jobs into the ledger.
 
     Args:
-        keeper: sends invitations and pumps pools; never blocks.
+        keeper: invites jobs of a pool; never blocks.
     """
 
     def __init__(
@@ -138,7 +144,7 @@ class Intake:
         self._keeper = keeper
 
     async def accept(self, draft: Draft, alias: str, model: ModelInfo | None) -> Ticket:
-        """Record the jobs and have a worker invited. Never waits for the broker.
+        """Record the jobs and invite a worker, in one call.
 
         Raises:
             CarpoolError: it was refused, and nothing was recorded; "redis_unavailable" names the job's id where the
@@ -159,14 +165,19 @@ class Intake:
     async def accept_and_follow(
         self, draft: Draft, alias: str, model: ModelInfo | None, *, ends_only: bool
     ) -> tuple[Ticket, Feed]:
-        """The same, with a feed of the job that was there before it, so that nothing can be missed. Close the feed.
+        """The same, with a feed of the job. Close the feed.
 
         With `ends_only` it is a feed of the job or group, else one of the sequences.
         """
         await self._check(draft, model)
         id = draft.new_id()
-        feed = await self._relay.follow([id] if ends_only else draft.sequence_ids(id), ends_only=ends_only)
-        feed.lost.clear()  # nothing was published yet
+        ids = [id] if ends_only else draft.sequence_ids(id)
+        # The subscription is on its way together with the acceptance. Without a connection it goes first, so that
+        # nothing is started that nobody can follow.
+        if self._relay.is_connected:
+            feed = self._relay.open(ids, ends_only=ends_only)
+        else:
+            feed = await self._relay.follow(ids, ends_only=ends_only)
         try:
             ticket = await self._accept(draft, alias, id)
             if ticket.is_new:
@@ -176,7 +187,8 @@ class Intake:
             raise
         feed.close()
         ids = [ticket.id] if ends_only else draft.sequence_ids(ticket.id)
-        return ticket, await self._relay.follow(ids, ends_only=ends_only)
+        with naming_job(ticket.id):
+            return ticket, await self._relay.follow(ids, ends_only=ends_only)
 
     async def _check(self, draft: Draft, model: ModelInfo | None) -> None:
         messages = draft.messages
@@ -198,9 +210,7 @@ class Intake:
                 param="Idempotency-Key",
                 job_id=accepted.id,
             )
-        if accepted.invitations:
-            self._keeper.invite(accepted.invitations)
-        elif accepted.verdict == "again":
+        if accepted.verdict == "again":
             self._keeper.wake(alias)
         # the same id a second time is our own call, sent again because its answer was lost
         return Ticket(accepted.id, accepted.id == id, durable)

@@ -50,6 +50,9 @@ class Relay:
 
     Args:
         look: asks the ledger how jobs stand.
+
+    Attributes:
+        is_connected: whether there is a connection that subscriptions can go out on.
     """
 
     def __init__(self, settings: Settings, look: Look) -> None:
@@ -76,6 +79,7 @@ class Relay:
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
         self._failures = 0
+        self.is_connected = False
 
     @property
     def num_channels(self) -> int:
@@ -98,14 +102,11 @@ class Relay:
         for feed in self._feeds:
             feed.wake()
 
-    async def follow(self, ids: Sequence[str], *, ends_only: bool = False) -> Feed:
-        """Subscribe to these jobs and wait for the confirmation. Close the feed.
+    def open(self, ids: Sequence[str], *, ends_only: bool = False) -> Feed:
+        """Subscribe to these jobs. The confirmation has the feed read the log, as any later one. Close the feed.
 
         Args:
             ends_only: pass on only the ends, for who waits for a result.
-
-        Raises:
-            CarpoolError: "redis_unavailable" where no confirmation comes in time.
         """
         feed = Feed(ids, self._capacity, ends_only=ends_only, on_close=self._leave)
         self._feeds.add(feed)
@@ -118,6 +119,15 @@ class Relay:
             else:
                 self._changed.add(name)
                 self._has_changes.set()
+        return feed
+
+    async def follow(self, ids: Sequence[str], *, ends_only: bool = False) -> Feed:
+        """The same, and wait for the confirmation.
+
+        Raises:
+            CarpoolError: "redis_unavailable" where none comes in time.
+        """
+        feed = self.open(ids, ends_only=ends_only)
         try:
             async with asyncio.timeout(2 * self._timeout_s):
                 await feed.subscribed.wait()
@@ -176,6 +186,7 @@ class Relay:
     async def _serve(self, connection: AbstractConnection) -> None:
         self._changed = set(self._channels)
         self._has_changes.set()
+        self.is_connected = True
         tasks = (asyncio.create_task(self._read(connection)), asyncio.create_task(self._write(connection)))
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -185,6 +196,7 @@ class Relay:
             task.result()
 
     def _disconnected(self) -> None:
+        self.is_connected = False
         self._subscribed.clear()
         self._unconfirmed.clear()
         for feed in self._feeds:

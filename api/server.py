@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import signal
 import socket
@@ -15,6 +14,7 @@ from fastapi import FastAPI
 from redis.exceptions import AuthenticationError, AuthorizationError, ConnectionError, RedisError, TimeoutError
 
 from api.app import create_app
+from api.http_protocol import http_protocol
 from api.safety import is_loopback
 from api.service import Service
 from tasks.codes import CarpoolError
@@ -64,7 +64,7 @@ def serve(settings: Settings) -> None:
         server = Server(server_config(settings, app), app)
         host, port = listener.getsockname()[:2]
         _log.info("api_listens", host=host, port=port, redis=redacted(settings.redis_url))
-        asyncio.run(server.serve([listener]))
+        server.run([listener])
 
 
 def check_host(settings: Settings) -> None:
@@ -128,8 +128,8 @@ def server_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
         app,
         host=settings.host,
         port=settings.port,
-        loop="asyncio",
-        http="h11",
+        loop="uvloop",
+        http=http_protocol(settings),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -22,6 +22,7 @@ from api.revokes import RevokeListener
 from api.stream import JobEvents, JobStream
 from tasks.app import create_celery
 from tasks.codes import CarpoolError
+from tasks.invitations import invitation_template
 from tasks.keeper import Keeper
 from tasks.ledger import AsyncLedger
 from tasks.ledger_types import JobState
@@ -43,14 +44,15 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.client = connect_async(settings)
-        self.ledger = AsyncLedger(self.client, settings)
+        self._celery = create_celery(settings)
+        invitation = invitation_template(self._celery)
+        self.ledger = AsyncLedger(self.client, settings, invitation)
         self.calls = self.ledger.calls
         self.stopping = asyncio.Event()
         self.models = Models(self.client, settings)
         self.attachments = Attachments(self.ledger)
         self.relay = Relay(settings, self.look)
-        self._celery = create_celery(settings)
-        self._keeper = Keeper(settings, self._celery)
+        self._keeper = Keeper(settings, invitation)
         self._revokes = RevokeListener(settings, self._celery)
         self._counter = TokenCounter(self.client)
         self.intake = Intake(settings, self.client, self.ledger, self.relay, self._counter, self._keeper)

@@ -16,6 +16,7 @@ from ops.errors import ExitCode, OperationError
 from ops.jobs_cli import DataDirOption, JsonOption, UrlOption, connect_api, jobs_app
 from ops.text import print_error, table
 from tasks.codes import CarpoolError
+from tasks.redis_clients import ServerRefused
 from tasks.settings import Settings, SettingsError, load_settings
 
 app = typer.Typer(
@@ -297,6 +298,8 @@ def main() -> None:
 def _exit_code(error: SettingsError | CarpoolError) -> ExitCode:
     if isinstance(error, SettingsError):
         return ExitCode.USAGE
+    if isinstance(error, ServerRefused):
+        return ExitCode.PRECONDITION
     # no_worker: the model cannot be served, so another try would not mend it.
     codes = {"no_worker": ExitCode.PRECONDITION, "redis_unavailable": ExitCode.UNAVAILABLE}
     return codes.get(error.code.name, ExitCode.FAILED)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tasks import entries, keys
+from tasks.job_request import SamplingParams
 from tasks.ledger_types import (
     Acceptance,
     Accepted,
@@ -36,6 +37,8 @@ TOMBSTONE_S = 7 * 86400
 FILE_CHUNK_BYTES = 256 * 1024
 #: Chunks of an upload that has not ended, since its server died, say, are forgotten after so long.
 UPLOAD_S = 3600
+#: A process that was not heard for so long no longer keeps the ledger at the version that it reads.
+VERSION_GONE_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,16 @@ class Call(Generic[T]):
 
 
 class Calls:
-    """Builds the calls of the ledger, with this installation's constants."""
+    """Builds the calls of the ledger, with this installation's constants.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        invitation: template of the message of an invitation (`tasks.invitations`). Without one, jobs are marked as
+            invited and no message is sent.
+    """
+
+    def __init__(self, settings: Settings, invitation: str = "") -> None:
         self.db = database(settings.redis_url)
+        self._invitation = invitation
         self._config = json.dumps(
             {
                 "db": self.db,
@@ -67,6 +76,7 @@ class Calls:
                 "invitation": INVITATION_MS,
                 "look_again": LOOK_AGAIN_MS,
                 "model_gone": MODEL_GONE_MS,
+                "version_gone": VERSION_GONE_MS,
                 "run_ahead": settings.run_ahead_steps,
                 "max_attempts": settings.max_attempts,
                 "max_deaths": settings.max_deaths,
@@ -86,7 +96,7 @@ class Calls:
 
     def accept(self, request: Acceptance, *, invite: bool = False) -> Call[Accepted]:
         """Record a job or a group: accepted means recorded. With `invite` the pool is pumped in the same call."""
-        body = {**acceptance_body(request), "invite": invite}
+        body = {**acceptance_body(request), "invite": invite, "message": self._invitation if invite else ""}
         ids = [f"{request.id}.{i}" for i in range(len(request.jobs))] if request.is_group else [request.id]
         args = (json.dumps(body, ensure_ascii=False), *(job.input for job in request.jobs))
         return self._call("accept", ids, args, lambda answer: _parse_accepted(answer, request.pool))
@@ -103,6 +113,7 @@ class Calls:
             "worker": worker,
             "pid": pid,
             "board": board,
+            "params": list(SamplingParams.model_fields),
         }
         return self._call("claim", [id], (json.dumps(asked),), _parse_claim)
 
@@ -149,8 +160,8 @@ class Calls:
         return self._call("unclaimed", [id], (id,), str)
 
     def pump(self, pool: str, incarnation: str = "", free: int = 0) -> Call[list[Invitation]]:
-        """Mark the next waiting jobs of a pool as invited; a worker says its free slots along with it."""
-        args = (pool, incarnation, free)
+        """Invite the next waiting jobs of a pool; a worker says its free slots along with it."""
+        args = (pool, self._invitation, incarnation, free)
         return self._call("pump", [], args, lambda answer: [Invitation(id, pool) for id in answer])
 
     def reap(self) -> Call[Reaped]:
@@ -158,11 +169,15 @@ class Calls:
         return self._call(
             "reap",
             [],
-            (),
+            (self._invitation,),
             lambda answer: Reaped(
                 int(answer[0]), tuple(Invitation(*pair) for pair in zip(answer[1::2], answer[2::2], strict=True))
             ),
         )
+
+    def agree(self) -> Call[int]:
+        """Say which version this process reads. Answers the one that is written: where higher, not for this process."""
+        return self._call("agree", [], (), int)
 
     def heartbeat(self, incarnation: str, pools: Sequence[str], ttl_ms: int, state: dict[str, str]) -> Call[bool]:
         """Say that a worker lives. True where its pools are to be pumped."""
@@ -232,7 +247,7 @@ def _parse_claim(answer: list[str]) -> Claim:
     verdict = str(answer[0])
     if verdict != "ok":
         return Claim(verdict)
-    epoch, k, strikes, struck_at, stop, deadline, params, seed, given, default_tokens, boarded = answer[1:]
+    epoch, k, strikes, struck_at, stop, deadline, params, seed, given, default_tokens, boarded, version = answer[1:]
     return Claim(
         verdict,
         epoch=int(epoch),
@@ -246,6 +261,7 @@ def _parse_claim(answer: list[str]) -> Claim:
         input=json.loads(given),
         tokens_are_default=bool(default_tokens),
         boarded=bool(boarded),
+        version=int(version),
     )
 
 

@@ -45,6 +45,8 @@ CODES: Final[dict[str, Code]] = {
         Code("body_too_large", 413, _INVALID),
         Code("file_too_large", 413, _INVALID),
         Code("files_full", 413, _INVALID),
+        Code("head_too_large", 431, _INVALID),
+        Code("request_timeout", 408, _INVALID),
         Code("unsupported_media_type", 415, _INVALID),
         Code("internal_error", 500, _SERVER),
         Code("worker_died", 500, _SERVER),

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NotRequired, TypedDict
 
-#: Version of records, entries and messages. A reader understands this one and the one before.
+#: Version of records and entries that this release writes at best; it reads and writes the one before as well. What it
+#: writes is decided by all that live (tasks/lua/agree.lua), and a job's log has the version of its record.
 VERSION = 1
 #: Stands for a logprob of -inf, which JSON cannot say. The same number as OpenAI's.
 NO_LOGPROB: Final = -9999.0
@@ -73,9 +74,14 @@ class Entry:
         return replace(self, ids=self.ids[skip:], text=self.text[skip:], lp=self.lp[skip:]) if skip else self
 
 
-def encode_tokens(n: int, ids: Sequence[int], text: Sequence[str], lp: Sequence[TokenLogprob] = ()) -> str:
-    """The token entry whose last token is number `n`; `text` holds one item per id, and so does `lp`, or none."""
-    entry: dict[str, Any] = {"v": VERSION, "t": "tokens", "n": n, "ids": list(ids), "text": list(text)}
+def encode_tokens(
+    n: int, ids: Sequence[int], text: Sequence[str], lp: Sequence[TokenLogprob] = (), *, version: int = VERSION
+) -> str:
+    """The token entry whose last token is number `n`; `text` holds one item per id, and so does `lp`, or none.
+
+    `version` is the record's.
+    """
+    entry: dict[str, Any] = {"v": version, "t": "tokens", "n": n, "ids": list(ids), "text": list(text)}
     if lp:
         entry["lp"] = list(lp)
     return json.dumps(entry, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

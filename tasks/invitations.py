@@ -1,35 +1,43 @@
-"""Celery messages for jobs that the ledger has marked as invited. A message may be lost or doubled: claims decide."""
+"""The Celery message of an invitation, as a text that the ledger's scripts complete and put into the broker's list.
+
+A job is marked as invited and its message sent in one step, so that no process can die between the two, and the first
+token does not wait for a second call. A message may still be lost or doubled later on: claims decide.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any, Final
 
+import kombu
 from celery import Celery
+from kombu.utils.json import dumps
 
 from tasks import entries, keys
-from tasks.broker import INVITATION_HEADER
-from tasks.ledger_types import Invitation
+
+#: Header of an invitation: without the job's record it is dropped, where a plain task would be accepted.
+INVITATION_HEADER: Final = "carpool_invitation"
+
+# What a script puts in, by name (`send_invitation` in tasks/lua/prelude.lua).
+_ID: Final = "@id@"
+_QUEUE: Final = "@queue@"
+_TAG: Final = "@tag@"
 
 
-def invite(celery: Celery, invitations: Sequence[Invitation]) -> None:
-    """Send one message a job. Where the broker is away it raises; the next pump mends that.
+def invitation_template(celery: Celery) -> str:
+    """The message that `send_task` would send, as kombu's virtual transports keep it, for no job in particular.
 
-    The message is the one that `send_task` would send, without its look at routes and bindings and without a
-    subscription for the result, which the terminal script writes: half the time, on the way of every first token.
-
-    Raises:
-        OperationalError, RedisError: the broker does not answer.
+    Celery and kombu make it themselves, for kombu's transport in memory, so that it follows their releases.
     """
-    with celery.producer_pool.acquire(block=True) as producer:
-        for invitation in invitations:
-            message = celery.amqp.as_task_v2(
-                invitation.id, keys.TASK_NAME, (), {}, argsrepr="()", kwargsrepr="{}", ignore_result=True
-            )
-            producer.publish(
-                message.body,
-                exchange="",
-                routing_key=keys.queue(invitation.pool),
-                serializer="json",
-                headers={**message.headers, INVITATION_HEADER: entries.VERSION},
-                **message.properties,
-            )
+    task = celery.amqp.as_task_v2(_ID, keys.TASK_NAME, (), {}, argsrepr="()", kwargsrepr="{}", ignore_result=True)
+    with kombu.Connection("memory://") as connection:
+        connection.Producer(serializer="json").publish(
+            task.body,
+            exchange="",
+            routing_key=_QUEUE,
+            headers={**task.headers, INVITATION_HEADER: entries.VERSION},
+            **task.properties,
+        )
+        channel: Any = connection.default_channel  # its stubs lack what a transport is made of
+        message: dict[str, Any] = channel._get(_QUEUE)
+    message["properties"]["delivery_tag"] = _TAG
+    return str(dumps(message))

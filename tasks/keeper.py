@@ -1,4 +1,4 @@
-"""The keeper of the ledger: a thread in every API and worker process that reaps what is due and pumps what waits.
+"""The keeper of the ledger: a thread in every API and worker process that reaps what is due and invites what waits.
 
 Any number of keepers is right, since each transition is one atomic script; a lock only saves them work.
 """
@@ -10,17 +10,14 @@ import queue
 import threading
 import time
 import uuid
+from collections.abc import Callable
 
 import structlog
-from celery import Celery
-from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from tasks import keys
-from tasks.invitations import invite
+from tasks import entries, keys
 from tasks.ledger import SyncLedger
-from tasks.ledger_types import Invitation
-from tasks.redis_clients import connect, write_even_when_full
+from tasks.redis_clients import connect, ledger_is_newer, write_even_when_full
 from tasks.settings import Settings
 
 _log = structlog.get_logger("carpool.keeper")
@@ -30,16 +27,26 @@ _REAP_PAGE = 50
 
 
 class Keeper:
-    """Pumps a pool as soon as it is told to, and looks at everything once a tick."""
+    """Pumps a pool as soon as it is told to, and looks at everything once a tick.
 
-    def __init__(self, settings: Settings, celery: Celery) -> None:
+    It also says for its process which version of the ledger that reads, and learns which one is written.
+
+    Args:
+        invitation: template of the message of an invitation (`tasks.invitations`).
+        on_outdated: called, from the keeper's thread, with what to tell the user, where all others have gone on to a
+            version that this process does not read: it slept for a minute. What is due is left to them from then on.
+    """
+
+    def __init__(self, settings: Settings, invitation: str, on_outdated: Callable[[str], None] | None = None) -> None:
         self._settings = settings
-        self._celery = celery
+        self._invitation = invitation
+        self._on_outdated = on_outdated
         self._id = uuid.uuid4().hex
-        self._wanted: queue.SimpleQueue[str | tuple[Invitation, ...] | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="carpool-keeper", daemon=True)
         self._stopping = threading.Event()
         self._trouble = ""
+        self._version = entries.VERSION
 
     def start(self) -> None:
         self._thread.start()
@@ -47,10 +54,6 @@ class Keeper:
     def wake(self, pool: str) -> None:
         """Ask for a pump of this pool, from any thread; returns at once."""
         self._wanted.put(pool)
-
-    def invite(self, invitations: tuple[Invitation, ...]) -> None:
-        """Send the messages of jobs that were marked already, from any thread; returns at once."""
-        self._wanted.put(invitations)
 
     def close(self) -> None:
         """End the thread; bounded by the Redis timeout."""
@@ -61,58 +64,52 @@ class Keeper:
 
     def _run(self) -> None:
         client = connect(self._settings)
-        ledger = SyncLedger(client, self._settings)
+        ledger = SyncLedger(client, self._settings, self._invitation)
         next_tick = time.monotonic()
         try:
             while not self._stopping.is_set():
-                pools, invitations = self._wait(max(0.0, next_tick - time.monotonic()))
+                pools = self._wait(max(0.0, next_tick - time.monotonic()))
                 if self._stopping.is_set():
                     return
                 try:
-                    if invitations:
-                        invite(self._celery, invitations)
                     for pool in pools:
-                        self._pump(ledger, pool)
+                        ledger.run(ledger.calls.pump(pool))
                     if time.monotonic() >= next_tick:
                         next_tick = time.monotonic() + self._settings.reaper_tick_s
                         self._tick(ledger)
                     self._recovered()
-                except (RedisError, OperationalError, OSError) as error:
+                except (RedisError, OSError) as error:
                     # whatever was wanted is seen again by the next tick
                     self._failed(error)
         finally:
             client.close()
 
-    def _wait(self, timeout_s: float) -> tuple[set[str], list[Invitation]]:
-        """What was asked for, all that is known by now: pools to pump and messages to send. Empty at the tick."""
-        pools: set[str] = set()
-        invitations: list[Invitation] = []
+    def _wait(self, timeout_s: float) -> set[str]:
+        """The pools that were asked for, all that is known by now. None at the tick."""
+        wanted: set[str | None] = set()
         with contextlib.suppress(queue.Empty):
-            wanted = self._wanted.get(timeout=timeout_s)
+            wanted.add(self._wanted.get(timeout=timeout_s))
             while True:
-                if isinstance(wanted, str):
-                    pools.add(wanted)
-                elif wanted is not None:
-                    invitations.extend(wanted)
-                wanted = self._wanted.get_nowait()
-        return pools, invitations
-
-    def _pump(self, ledger: SyncLedger, pool: str) -> None:
-        invitations = ledger.run(ledger.calls.pump(pool))
-        if invitations:
-            invite(self._celery, invitations)
+                wanted.add(self._wanted.get_nowait())
+        return {pool for pool in wanted if pool is not None}
 
     def _tick(self, ledger: SyncLedger) -> None:
-        if not self._holds_lock(ledger):
+        self._agree(ledger)
+        if self._version > entries.VERSION or not self._holds_lock(ledger):
             return
         looked_at = _REAP_PAGE
         while looked_at == _REAP_PAGE and not self._stopping.is_set():
-            reaped = ledger.run(ledger.calls.reap())
-            looked_at = reaped.looked_at
-            if reaped.invitations:
-                invite(self._celery, reaped.invitations)
+            looked_at = ledger.run(ledger.calls.reap()).looked_at
         for pool in ledger.client.hkeys(keys.MODELS):
-            self._pump(ledger, str(pool))
+            ledger.run(ledger.calls.pump(str(pool)))
+
+    def _agree(self, ledger: SyncLedger) -> None:
+        version = ledger.run(ledger.calls.agree())
+        if version > max(self._version, entries.VERSION):
+            _log.error("ledger_is_newer", advice=ledger_is_newer(version))
+            if self._on_outdated is not None:
+                self._on_outdated(ledger_is_newer(version))
+        self._version = version
 
     def _holds_lock(self, ledger: SyncLedger) -> bool:
         if write_even_when_full(ledger.client, "SET", keys.REAPER, self._id, "NX", "PX", _LOCK_MS):

@@ -21,8 +21,9 @@
 | `{carpool}:card:<hash>` string | a tokenizer for the API to count with | worker | an hour after the last heartbeat |
 | `{carpool}:tick`, `{carpool}:grace`, `{carpool}:reaper` | last look of the reaper; end of grace; its lock | reaper | minutes |
 | `celery-task-meta-<id>` string | Celery's result record | claim, terminal | as the record |
+| `{carpool}:versions` zset | versions that living processes read, when last heard | keeper | two minutes |
 | `{carpool}:probe` string | whether Redis takes writes | API | seconds |
-| `{carpool}:models` hash, `{carpool}:schema` string | pools that have ever been served; version of the ledger | worker; start | for ever, constant in number |
+| `{carpool}:models` hash, `{carpool}:schema` string | pools that have ever been served; the version that new records get | worker; start, keeper | for ever, constant in number |
 | `carpool.<pool>`, `carpool` lists, `_kombu.binding.*`, `{carpool}:unacked*` | the broker's own | kombu | kombu's |
 
 Channels carry the database's number, because PUBLISH ignores it.
@@ -37,6 +38,7 @@ GRACE = f"{PREFIX}grace"
 REAPER = f"{PREFIX}reaper"
 MODELS = f"{PREFIX}models"
 SCHEMA = f"{PREFIX}schema"
+VERSIONS = f"{PREFIX}versions"
 PROBE = f"{PREFIX}probe"
 
 FILES = f"{PREFIX}files"

@@ -40,21 +40,29 @@ _NEW_WORK = frozenset({"accept", "file_append", "file_finish", "batch_create", "
 
 
 @cache
+def _sources() -> dict[str, str]:
+    """All files of `tasks/lua`, by name.
+
+    Read together: an upgrade that replaces them under a process that runs must not give it another release's script.
+    """
+    lua = files("tasks") / "lua"
+    return {file.name.removesuffix(".lua"): file.read_text() for file in lua.iterdir() if file.name.endswith(".lua")}
+
+
 def script_text(name: str) -> str:
     """A script as the server gets it."""
-    lua = files("tasks") / "lua"
     shebang = "#!lua" if name in _NEW_WORK else "#!lua flags=allow-oom"
-    sources = [(lua / f"{part}.lua").read_text() for part in ("prelude", *PARTS.get(name, ()), name)]
-    return "\n".join([shebang, *sources])
+    return "\n".join([shebang, *(_sources()[part] for part in ("prelude", *PARTS.get(name, ()), name))])
 
 
 class SyncLedger:
     """Runs calls on a client of a thread."""
 
-    def __init__(self, client: redis.Redis, settings: Settings) -> None:
+    def __init__(self, client: redis.Redis, settings: Settings, invitation: str = "") -> None:
         self.client = client
-        self.calls = Calls(settings)
+        self.calls = Calls(settings, invitation)
         self._digests: dict[str, str] = {}
+        _sources()
 
     def run(self, call: Call[T]) -> T:
         """Run a call. Raises RedisError where the server does not answer in time."""
@@ -72,10 +80,11 @@ class SyncLedger:
 class AsyncLedger:
     """Runs calls on the event loop."""
 
-    def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
+    def __init__(self, client: redis.asyncio.Redis, settings: Settings, invitation: str = "") -> None:
         self.client = client
-        self.calls = Calls(settings)
+        self.calls = Calls(settings, invitation)
         self._digests: dict[str, str] = {}
+        _sources()
 
     async def run(self, call: Call[T]) -> T:
         """Run a call. Raises RedisError where the server does not answer in time."""

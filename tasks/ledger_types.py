@@ -55,7 +55,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """A job that a Celery message is to be sent for."""
+    """A job that was invited, by a Celery message in its pool's queue."""
 
     id: str
     pool: str
@@ -65,7 +65,7 @@ class Invitation:
 class Accepted:
     """ok: new. again: this id or idempotency key is known, `id` is its job. conflict: known with another body.
 
-    tomb: a task of that id was sent with plain Celery, has ended, and its record is gone. `invitations` are to be sent.
+    tomb: a task of that id was sent with plain Celery, has ended, and its record is gone. `invitations` were sent.
     """
 
     verdict: str
@@ -78,7 +78,8 @@ class Claim:
     """The answer to a claim. `verdict`: ok, gone, ended, taken, mismatch (other model), newer (other release).
 
     The rest is set for ok: the epoch of this ride, tokens in the log, deaths so far, a stop that is wanted ("" or a
-    final status), the deadline in ms, what to generate, and whether it has boarded.
+    final status), the deadline in ms, what to generate, whether it has boarded, and the version of its
+    record, in which its log is written.
     """
 
     verdict: str
@@ -93,6 +94,7 @@ class Claim:
     input: dict[str, Any] = field(default_factory=dict)
     tokens_are_default: bool = False
     boarded: bool = False
+    version: int = entries.VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class SlotWrite:
         final: "" or succeeded, failed, cancelled, expired; only with every token in.
         tail: text that was still held back.
         error: the error as JSON where `final` is failed.
+        version: of the job's record.
     """
 
     id: str
@@ -122,10 +125,11 @@ class SlotWrite:
     finish_reason: str = ""
     tail: str = ""
     error: str = ""
+    version: int = entries.VERSION
 
     def arguments(self) -> tuple[str | int, ...]:
-        n = self.first + len(self.ids) - 1
-        data = entries.encode_tokens(n, self.ids, self.texts, self.lp) if self.ids else ""
+        last = self.first + len(self.ids) - 1
+        data = entries.encode_tokens(last, self.ids, self.texts, self.lp, version=self.version) if self.ids else ""
         return (
             self.id,
             self.epoch,
@@ -197,7 +201,7 @@ class JobState:
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """How many due jobs were looked at (50 is the most of one call), and which are to be invited."""
+    """How many due jobs were looked at (50 is the most of one call), and which were invited."""
 
     looked_at: int
     invitations: tuple[Invitation, ...]

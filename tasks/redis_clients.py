@@ -21,6 +21,13 @@ OLDEST_REDIS = Version("7.2")
 OLDEST_VALKEY = Version("7.2")
 
 
+class ServerRefused(CarpoolError):
+    """A Redis server, or the ledger in it, that this release cannot work with: another try would not mend it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("redis_unavailable", message)
+
+
 def redacted(url: str) -> str:
     """The URL without its password, for logs and messages."""
     parts = urlsplit(url)
@@ -67,7 +74,7 @@ def check_server(client: redis.Redis, url: str) -> None:
     """Refuse a server that would lose jobs, and a ledger of a newer release.
 
     Raises:
-        CarpoolError: with the command that mends it.
+        CarpoolError: with the command that mends it; ServerRefused where it answers and cannot be used.
     """
     where = redacted(url)
     try:
@@ -78,14 +85,10 @@ def check_server(client: redis.Redis, url: str) -> None:
     valkey = server.get("valkey_version")
     version = Version(str(valkey or server["redis_version"]))
     if version < (OLDEST_VALKEY if valkey else OLDEST_REDIS):
-        raise CarpoolError(
-            "redis_unavailable",
-            f"the server at {where} has version {version}. Carpool needs Redis or Valkey 7.2 or newer",
-        )
+        raise ServerRefused(f"the server at {where} has version {version}. Carpool needs Redis or Valkey 7.2 or newer")
     policy = memory.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
-        raise CarpoolError(
-            "redis_unavailable",
+        raise ServerRefused(
             f"Redis at {where} has maxmemory-policy {policy}, which deletes accepted jobs when memory is short. "
             "Run: redis-cli CONFIG SET maxmemory-policy noeviction (and write it into its configuration)",
         )
@@ -102,15 +105,24 @@ def _no_answer(where: str, error: RedisError) -> CarpoolError:
 
 
 def check_schema(client: redis.Redis) -> None:
-    """Write the ledger's version where there is none; refuse one that is newer than this release."""
+    """Write the ledger's version where there is none. Raises ServerRefused for one that this release cannot read."""
     write_even_when_full(client, "SET", keys.SCHEMA, entries.VERSION, "NX")
     found = int(client.get(keys.SCHEMA) or entries.VERSION)
     if found > entries.VERSION:
-        raise CarpoolError(
-            "redis_unavailable",
-            f"the ledger in Redis has version {found}, this release reads up to {entries.VERSION}. "
-            "Upgrade: pip install --upgrade carpool",
+        raise ServerRefused(ledger_is_newer(found))
+    if found < entries.VERSION - 1:
+        raise ServerRefused(
+            f"the ledger in Redis has version {found}, this release reads {entries.VERSION - 1} and {entries.VERSION}. "
+            "Run the release between the two on it for a minute first: an upgrade skips none"
         )
+
+
+def ledger_is_newer(version: int) -> str:
+    """What to tell whoever runs this release on a ledger of a newer one."""
+    return (
+        f"the ledger in Redis is of a newer release (version {version}, this one reads up to {entries.VERSION}). "
+        "Upgrade: pip install --upgrade carpool"
+    )
 
 
 def is_full(error: RedisError) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import redis
@@ -109,8 +109,12 @@ def register_model(client: redis.Redis, model: ModelInfo) -> None:
 
 
 def parse_models(raw: Mapping[Any, Any]) -> dict[str, ModelInfo]:
-    """The hash of models as it stands in Redis."""
-    return {alias: ModelInfo(**json.loads(value)) for alias, value in _texts(raw).items()}
+    """The hash of models as it stands in Redis; what a newer release says besides is passed over."""
+    known = {field.name for field in fields(ModelInfo)}
+    return {
+        alias: ModelInfo(**{name: said for name, said in json.loads(value).items() if name in known})
+        for alias, value in _texts(raw).items()
+    }
 
 
 def publish_card(client: redis.Redis, tokenizer_json: str) -> str:

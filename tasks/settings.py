@@ -57,6 +57,9 @@ class Settings(BaseSettings):
     max_prompts: int = Field(256, ge=1, le=256, description="Most prompts in one request.")
     max_wait_s: float = Field(60, gt=0, description="Longest `?wait=` of a poll.")
     max_streams: int = Field(4096, ge=1, description="Most open streams of one API process; further ones get 503.")
+    receive_timeout_s: float = Field(
+        60, gt=0, description="A request's head has so long to arrive; its body may be silent for so long."
+    )
     sse_heartbeat_s: float = Field(15, gt=0, description="Heartbeat comment on a silent stream.")
     stream_queue: int = Field(256, ge=1, description="Entries held for a slow client before it reads the log.")
     max_file_bytes: int = Field(100 * 2**20, gt=0, description="Largest file that can be uploaded.")
@@ -84,7 +87,7 @@ class Settings(BaseSettings):
     )
     max_batch_size: int = Field(4, ge=1, le=1024, description="Slots: sequences that ride in one batch.")
     max_tokens: int = Field(4096, ge=1, description="Most new tokens of a request that does not say how many.")
-    prefill_chunk_tokens: int = Field(256, ge=1, description="Prompt tokens computed between two decoding steps.")
+    prefill_chunk_tokens: int = Field(256, ge=1, description="Most prompt tokens computed between two decoding steps.")
     simulated_step_ms: float = Field(20, ge=0, description="Simulated engine: time of one step of the whole batch.")
     simulated_prefill_ms: float = Field(0, ge=0, description="Simulated engine: time of one prompt's prefill.")
     simulated_context_length: int = Field(8192, ge=8, description="Simulated engine: context length in tokens.")

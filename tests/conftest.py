@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,18 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
     """A server for this test alone, which may kill, pause and start it again."""
     with RedisServer(tmp_path / "own-redis") as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_reach_what_we_start() -> Iterator[None]:
+    """Under nohup, or in a script's background, we ignore signals that what we start shall not ignore."""
+    ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        # what is ignored stays ignored in a new program, what is handled does not
+        signal.signal(number, lambda *_: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(autouse=True)

@@ -72,8 +72,6 @@ class Instance:
 
     def start(self) -> Self:
         """Start it; it is not ready yet."""
-        # under nohup the tests ignore SIGHUP and what they start inherits that; `up` is to run as from a terminal
-        inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with self.output_path.open("ab") as output:
             self._process = subprocess.Popen(
                 [CARPOOL, "up", *self.options],
@@ -84,7 +82,6 @@ class Instance:
                 cwd=self.output_path.parent,
                 start_new_session=True,
             )
-        signal.signal(signal.SIGHUP, inherited)
         return self
 
     @property

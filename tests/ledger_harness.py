@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import redis
 
-from tasks import keys
+from tasks import entries, keys
 from tasks.batch_calls import BatchCalls
 from tasks.calls import Call
 from tasks.entries import Entry, decode
@@ -63,6 +63,9 @@ class LedgerOnAClock(SyncLedger):
     Args:
         changed: other sources of scripts, for mutation tests.
         real_time: leave the clock to the server.
+
+    Attributes:
+        version: of the ledger that the calling process reads and writes at best; tests raise it.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class LedgerOnAClock(SyncLedger):
         super().__init__(client, settings)
         self.settings = settings
         self.batch_calls = BatchCalls(settings)
+        self.version = entries.VERSION
         self.now_ms = int(time.time() * 1000)
         self.changed = changed or ChangedScripts({})
         self._real_time = real_time
@@ -88,8 +92,8 @@ class LedgerOnAClock(SyncLedger):
             self._loaded[call.script] = str(self.client.script_load(self.changed.text(call.script)))
         args = call.args
         if not self._real_time:
-            config = json.loads(str(args[0]))
-            args = (json.dumps({**config, "clock": self.now_ms}), *args[1:])
+            config = {**json.loads(str(args[0])), "clock": self.now_ms, "version": self.version}
+            args = (json.dumps(config), *args[1:])
         return call.parse(self.client.evalsha(self._loaded[call.script], len(call.keys), *call.keys, *args))
 
     def advance(self, seconds: float) -> None:

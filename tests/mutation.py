@@ -10,9 +10,9 @@ from tasks.ledger import script_text
 from tests.ledger_harness import ChangedScripts, LedgerOnAClock
 
 SCRIPTS = (
-    "accept", "attach", "batch_cancel", "batch_create", "batch_drain", "batch_feed", "batch_look", "batch_validated",
-    "cancel", "child_died", "claim", "detach", "fail", "file_append", "file_delete", "file_finish", "forget",
-    "heartbeat", "list", "look", "pump", "reap", "release", "step", "unclaimed", "view",
+    "accept", "agree", "attach", "batch_cancel", "batch_create", "batch_drain", "batch_feed", "batch_look",
+    "batch_validated", "cancel", "child_died", "claim", "detach", "fail", "file_append", "file_delete", "file_finish",
+    "forget", "heartbeat", "list", "look", "pump", "reap", "release", "step", "unclaimed", "view",
 )  # fmt: skip
 LUA = Path(__file__).parent.parent / "tasks" / "lua"
 #: A test that takes a ledger alone.

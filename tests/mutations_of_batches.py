@@ -201,7 +201,7 @@ BATCHES = (
     Mutation(
         "batch: who serves it is told of each end",
         "the next line would wait for the next second",
-        (("  tell_batch(j.batch, status)\n", ""), ("  tell_batch(g.batch, g.worst)\n", "")),
+        (("  tell_batch(j.batch, j.v, status)\n", ""), ("  tell_batch(g.batch, g.v, g.worst)\n", "")),
         (test_ledger_batches.test_the_end_of_a_line_is_told_on_the_channel_of_the_batch,),
     ),
     Mutation(

@@ -20,6 +20,7 @@ from tasks import keys
 from tasks.acceptance import job_acceptance
 from tasks.app import CarpoolCelery, create_celery
 from tasks.entries import Entry, decode
+from tasks.invitations import invitation_template
 from tasks.job_request import JobRequest
 from tasks.keeper import Keeper
 from tasks.ledger import SyncLedger
@@ -56,15 +57,15 @@ def simulated_text(prompt: str, seed: int, tokens: int) -> str:
 
 
 class WorkerProcess:
-    """One generation worker. `settings` are those that differ from the defaults."""
+    """One generation worker. `root` is the folder whose packages it runs."""
 
-    def __init__(self, name: str, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, name: str, folder: Path, environment: dict[str, str], root: Path = ROOT) -> None:
         self.name = name
         self.log = folder / f"{name}-{uuid.uuid4().hex[:6]}.log"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 with_parent_death_signal([sys.executable, "-c", _WORKER, name], signal.SIGKILL),
-                cwd=ROOT,
+                cwd=root,
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -106,7 +107,7 @@ class Service:
         self.ledger = SyncLedger(self.client, self.settings)
         self.celery: CarpoolCelery = create_celery(self.settings)
         self.workers: list[WorkerProcess] = []
-        self._keeper = Keeper(self.settings, self.celery)
+        self._keeper = Keeper(self.settings, invitation_template(self.celery))
 
     def __enter__(self) -> Self:
         pool = self.settings.pool
@@ -121,14 +122,24 @@ class Service:
         self.celery.close()
         self.client.close()
 
+    def stop_keeping(self) -> None:
+        """From here on the workers alone look at what is due."""
+        self._keeper.close()
+
     def worker(
-        self, name: str = "worker-1", *, ready: bool = True, ready_s: float = BOUND_S, **settings: Any
+        self,
+        name: str = "worker-1",
+        *,
+        ready: bool = True,
+        ready_s: float = BOUND_S,
+        root: Path = ROOT,
+        **settings: Any,
     ) -> WorkerProcess:
-        """Start a worker; with `ready`, return once its model is loaded."""
+        """Start a worker of the packages in `root`; with `ready`, return once its model is loaded."""
         environment = self.settings.model_copy(update=settings).renders_as_environment
         for key, value in settings.items():
             environment[f"CARPOOL_{key.upper()}"] = str(value)
-        worker = WorkerProcess(name, self.folder, environment)
+        worker = WorkerProcess(name, self.folder, environment, root)
         self.workers.append(worker)
         if ready:
             eventually(f"{name} is ready", lambda: self._is_ready(worker), ready_s)

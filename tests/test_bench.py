@@ -28,6 +28,10 @@ FIGURES = {
         "first token / floor": "<= 2",
         "refill of a freed slot": "<= 20",
     },
+    "polling": {
+        "p95 of 100 clients that ask once a second: riding / idle": "<= 2",
+        "p95 of 100 clients that ask at once again: riding / idle": "<= 2",
+    },
     "memory": {
         "worker's parent process, the most over 60 jobs": "<= 250",
         "API, the most over 60 jobs": "<= 150",

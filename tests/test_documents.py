@@ -50,5 +50,5 @@ def test_every_key_of_the_ledger_is_in_the_table_of_keys() -> None:
         keys.attached("<id>"),
     ):
         assert f"`{example}`" in table
-    for constant in (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA):
+    for constant in (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA, keys.VERSIONS):
         assert f"`{constant}`" in table

@@ -115,3 +115,21 @@ def test_a_subscriber_that_redis_cut_off_for_its_slowness_misses_no_token(
             thread.join(90)
         for i, job in enumerate(jobs):
             assert texts[job] == simulated_text(f"fast {i}", 7, 8000)
+
+
+def test_what_rides_is_unacknowledged_and_nothing_else(service: Service) -> None:
+    service.worker(max_batch_size=3)
+    jobs = [service.submit(f"number {i}", max_tokens=5000) for i in range(2)]
+    for job in jobs:
+        service.wait_for_token(job, 1)
+    eventually("both messages are recorded", lambda: service.client.hlen(keys.UNACKED) == 2)
+    assert service.client.zcard(keys.UNACKED_INDEX) == 2
+    # rides so short that their end comes beside the record of their message
+    for number in range(40):
+        assert service.wait_for_end(service.submit(f"short {number}", max_tokens=1))["status"] == "succeeded"
+    eventually("theirs are gone", lambda: service.client.hlen(keys.UNACKED) == 2)
+    for job in jobs:
+        service.cancel(job)
+        service.wait_for_end(job)
+    eventually("no message is left", lambda: not service.client.hlen(keys.UNACKED))
+    assert service.client.zcard(keys.UNACKED_INDEX) == 0

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ops.errors import ExitCode
 from tasks import keys
 from tasks.codes import CarpoolError
 from tasks.redis_clients import check_server, connect
 from tasks.settings import Settings
 from tests.api_server import running_api
+from tests.instance import carpool
 from tests.redis_server import RedisServer
 from tests.service import Service, eventually, simulated_text
 
@@ -178,8 +180,25 @@ def test_while_redis_reads_its_file_whoever_starts_says_that_it_does_not_answer(
         assert caught.value.code.name == "redis_unavailable"
 
 
-def test_ten_seconds_after_the_last_job_nothing_is_left_of_any_of_them(redis_url: str, tmp_path: Path) -> None:
-    retention = {"retention_s": 5, "idempotency_s": 5, "deadline_s": 60}
+@pytest.mark.parametrize("command", ["api --port 0", "worker --engine simulated", "up --engine simulated --port 0"])
+def test_whoever_starts_on_a_server_that_evicts_is_refused_with_the_command_that_mends_it(
+    always: RedisServer, tmp_path: Path, command: str
+) -> None:
+    with always.client() as redis:
+        redis.config_set("maxmemory-policy", "allkeys-lru")
+    settings = {"CARPOOL_REDIS_URL": always.url, "CARPOOL_DATA_DIR": str(tmp_path / "data")}
+    done = carpool(*command.split(), settings=settings)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert "maxmemory-policy allkeys-lru" in line
+    assert "redis-cli CONFIG SET maxmemory-policy noeviction" in line
+    assert done.returncode == ExitCode.PRECONDITION
+
+
+@pytest.mark.parametrize("number", [1000, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_ten_seconds_after_the_last_job_nothing_is_left_of_any_of_them(
+    redis_url: str, tmp_path: Path, number: int
+) -> None:
+    retention = {"retention_s": 5, "idempotency_s": 5, "deadline_s": 300}
     with Service(redis_url, tmp_path, **retention) as service:
         service.worker(max_batch_size=64)
         service.wait_for_end(service.submit("first"))
@@ -193,10 +212,9 @@ def test_ten_seconds_after_the_last_job_nothing_is_left_of_any_of_them(redis_url
             service.cancel(service.submit("cancelled", max_tokens=8000))
             service.submit("expired", max_tokens=8000, deadline_s=0.2)
             service.submit("failed [[raise]]@2")
-            jobs = [service.submit(f"number {i}", max_tokens=2) for i in range(1000)]
-            for job in jobs:
-                service.wait_for_end(job)
-            eventually("all have ended", lambda: service.client.zcard(keys.DUE) == 0)
+            for i in range(number):
+                service.submit(f"number {i}", max_tokens=2)
+            eventually("all have ended", lambda: service.client.zcard(keys.DUE) == 0, bound_s=300)
 
             def gone() -> bool:
                 left = {str(key) for key in service.client.keys("*")} - before

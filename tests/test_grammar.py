@@ -271,6 +271,16 @@ def test_a_tokenizer_that_the_grammar_cannot_read_is_refused_by_name() -> None:
         assert caught.value.code == "unsupported_field"
 
 
+def test_a_model_without_an_end_of_sequence_token_ends_with_its_grammar() -> None:
+    params = SamplingParams(response_format={"type": "json_object"})
+    grammar = GrammarCompiler(TOKENIZER.to_str, VOCAB_SIZE, ()).grammar_for(params, TOKENIZER.encode('{"a": 1').ids)
+
+    assert allows(grammar, EOS_ID, id_of("}")) == [False, True]
+    assert grammar is not None
+    assert grammar.advance([id_of("}")])
+    assert grammar.is_complete
+
+
 def test_sentencepiece_vocabularies_have_grammars_too() -> None:
     pieces = {
         piece: id

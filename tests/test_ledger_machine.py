@@ -149,5 +149,10 @@ def test_a_random_walk_finds_a_fence_that_is_missing(redis_client: redis.Redis, 
 @pytest.mark.timeout(1800)
 def test_the_ledger_holds_through_many_long_histories(redis_client: redis.Redis) -> None:
     run_machine(redis_client, examples=600, steps=80)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_ledger_holds_through_many_random_walks(redis_client: redis.Redis) -> None:
     for seed in range(1000, 2500):
         run_walk(redis_client, seed)

@@ -107,6 +107,15 @@ def test_a_body_that_is_nested_too_deeply_is_refused(http: httpx2.Client, path: 
         assert_refused(response, path, "invalid_request", "invalid_json", "unsupported_field")
 
 
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("value", [f"[{'1,' * 1_500_000}1]", f"[{'[1],' * 60_000}1]"])
+def test_a_body_of_very_many_values_is_refused_as_a_whole(http: httpx2.Client, path: str, value: str) -> None:
+    # an error for each would take many seconds and gigabytes, in which nobody else is served
+    response = post(http, path, "stop", value)
+    assert_refused(response, path)
+    assert "more than 100000 values" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_a_schema_that_is_nested_too_deeply_is_refused(http: httpx2.Client, path: str) -> None:
     schema = nested(DEEP, '{"properties": ', "}")

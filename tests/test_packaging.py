@@ -91,12 +91,36 @@ def test_the_wheel_holds_the_four_packages_and_their_scripts() -> None:
     assert wheel["packages"] == ["api", "tasks", "worker", "ops"]
 
 
-@pytest.mark.parametrize("name", ["ops/up", "ops/test", ".ci/run"])
-def test_a_set_up_script_can_be_run_and_parses(name: str) -> None:
+#: To be run; ops/environment.sh is only read by them.
+SCRIPTS = ("ops/up", "ops/test", "ops/chaos", ".ci/run")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_can_be_run_and_parses(name: str) -> None:
     path = ROOT / name
     assert os.access(path, os.X_OK)
     done = subprocess.run(["/bin/bash", "-n", str(path)], check=False, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_shellcheck_has_nothing_to_say_about_any_script_and_the_checks_name_them_all() -> None:
+    files = [path for folder in ("ops", ".ci") for path in (ROOT / folder).iterdir() if path.is_file()]
+    shell = {str(path.relative_to(ROOT)) for path in files if path.suffix == ".sh" or _is_bash(path)}
+    assert shell == {*SCRIPTS, "ops/environment.sh"}
+    command = [str(Path(sys.executable).with_name("shellcheck")), "--external-sources", *sorted(shell)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    (line,) = [line for line in (ROOT / ".ci/run").read_text().splitlines() if "shellcheck" in line and "$venv" in line]
+    assert shell <= set(line.split())
+
+
+def _is_bash(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.readline().rstrip().endswith(b"bash")
+
+
+def test_the_checks_run_the_soak_for_two_minutes() -> None:
+    assert "\nops/chaos --minutes 2\n" in (ROOT / ".ci/run").read_text()
 
 
 def test_the_scripts_and_the_checks_name_the_same_model_package() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import redis
 
-from tasks import keys
+from tasks import entries, keys
 from tasks.settings import Settings
 from tests.ledger_harness import POOL, LedgerOnAClock, restore, snapshot, token, well_formed, word
 from tests.ledger_workers import RUN_AHEAD, Script, SimulatedWorker
@@ -62,6 +62,36 @@ def test_a_claim_whose_answer_was_lost_is_ours_when_it_is_sent_again(ledger: Led
     worker.settle()
     assert ride_of(worker).state is RideState.BOARDED
     assert ledger.field("j", "epoch") == "1"
+
+
+def test_a_record_that_cannot_be_read_ends_its_job_alone(ledger: LedgerOnAClock) -> None:
+    worker = worker_of(ledger, beside=Script(10))
+    ledger.accept("j", params='{"max_tokens":8,"temperature":-1}')
+    ledger.accept("beside")
+    worker.offer("j", "tag")
+    worker.offer("beside", "tag-beside")
+    worker.settle(("", "reply lost"))
+    worker.settle()
+    view = ledger.view("j")
+    assert (view["status"], view["error"]["code"]) == ("failed", "engine_error")
+    assert "temperature" in view["error"]["message"]
+    assert list(worker.celery.unacked) == ["tag-beside"]
+    assert worker.slots.get("j") is None
+    assert ride_of(worker, "beside").state is RideState.BOARDED
+
+
+def test_a_job_of_a_newer_release_is_not_asked_for_again_at_once(ledger: LedgerOnAClock) -> None:
+    worker = worker_of(ledger)
+    ledger.accept("j")
+    ledger.client.hset(keys.record("j"), "v", entries.VERSION + 1)
+    assert [invitation.id for invitation in ledger.pump()] == ["j"]
+    worker.offer("j", "tag")
+    worker.settle()
+    assert not worker.celery.unacked
+    assert ledger.status("j") == "queued"
+    assert ledger.pump() == []
+    ledger.advance(3.1)
+    assert [invitation.id for invitation in ledger.pump()] == ["j"]
 
 
 def test_a_job_is_not_taken_up_before_its_log_is_read(ledger: LedgerOnAClock) -> None:

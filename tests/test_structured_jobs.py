@@ -163,6 +163,15 @@ def test_a_model_answers_in_a_schema_with_logprobs_and_calls_a_tool(api: ApiServ
     assert job["status"] == "succeeded"
 
 
+def test_a_wrong_shape_is_refused_before_there_is_a_job(api: ApiServer) -> None:
+    with api.client() as client:
+        for field, value in (("response_format", {"type": "xml"}), ("logprobs", 21), ("tools", [{"type": "x"}])):
+            response = client.post("/jobs", json={"messages": chat(), field: value})
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (422, "invalid_request")
+            assert field in error["param"]
+
+
 VALUES = [space + value for space, value in itertools.product(("", " "), ("true", "false"))]
 
 

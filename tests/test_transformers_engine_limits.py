@@ -108,6 +108,32 @@ def test_where_the_device_has_no_memory_the_longest_sequence_ends_and_the_others
             assert_same_tokens(tokens[id], *reference.generate(list(ids), len(tokens[id])))
 
 
+def test_where_the_device_has_no_memory_for_another_row_the_newcomers_end_and_the_others_ride_on(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(llama, slots=8, chunk=32)
+    reserve = SlotCache.reserve
+
+    def reserve_four(cache: SlotCache, num_rows: int, num_tokens: int) -> None:
+        if num_rows > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        reserve(cache, num_rows, num_tokens)
+
+    monkeypatch.setattr(SlotCache, "reserve", reserve_four)
+    for row in range(4):
+        engine.add(sequence(f"rider-{row}", prompt(3, row)))
+    for _ in range(4):
+        engine.step()
+    engine.add(sequence("a", prompt(9)))
+    engine.add(sequence("b", prompt(8)))
+
+    emissions = {emission.id: emission for emission in engine.step()}
+
+    assert sorted(id for id, emission in emissions.items() if emission.error is not None) == ["a", "b"]
+    assert [len(emissions[f"rider-{row}"].ids) for row in range(4)] == [1] * 4
+    assert engine.num_free_slots == 4
+
+
 def test_the_kv_cache_grows_with_the_sequences_that_ride_and_not_with_the_slots(llama: Path) -> None:
     jobs = {str(row): (sequence(str(row), prompt(6, row)), 20) for row in range(11)}
     few, many = engine_of(llama, slots=4), engine_of(llama, slots=1_000)
@@ -183,6 +209,55 @@ def test_a_sequence_aborted_in_its_prefill_leaves_no_poison_in_its_slot(poisoned
     step(12)
 
     assert (len(tokens["a"]), len(tokens["b"]), tokens["sick"]) == (15, 12, [])
+    for id, ids in jobs.items():
+        assert_same_tokens(tokens[id], *reference.generate(ids, len(tokens[id])))
+
+
+def test_a_sick_prompt_in_a_chunk_ends_alone(poisoned: Path, llama: Path) -> None:
+    engine, reference = engine_of(poisoned, chunk=32), Reference(llama)
+    jobs = {"a": healthy_prompt(5, 1), "b": healthy_prompt(9, 2)}
+    engine.add(sequence("a", jobs["a"]))
+    engine.add(sequence("sick", [*healthy_prompt(4, 3), POISON]))
+    engine.add(sequence("b", jobs["b"]))
+    tokens: dict[str, list[int]] = {id: [] for id in jobs}
+
+    errors = []
+    for _ in range(10):
+        for emission in engine.step():
+            if emission.error is not None:
+                errors.append(emission.id)
+            else:
+                tokens[emission.id] += emission.ids
+
+    assert errors == ["sick"]
+    for id, ids in jobs.items():
+        assert_same_tokens(tokens[id], *reference.generate(ids, 10))
+
+
+def test_half_a_sick_prompt_leaves_no_poison_in_the_row_that_it_was_moved_from(poisoned: Path, llama: Path) -> None:
+    engine, reference = engine_of(poisoned), Reference(llama)
+    jobs = {"a": healthy_prompt(4, 1), "b": healthy_prompt(30, 2), "c": healthy_prompt(3, 3), "d": healthy_prompt(3, 4)}
+    tokens: dict[str, list[int]] = {id: [] for id in [*jobs, "sick"]}
+
+    def step(count: int) -> None:
+        for _ in range(count):
+            for emission in engine.step():
+                assert emission.error is None
+                tokens[emission.id] += emission.ids
+
+    engine.add(sequence("a", jobs["a"]))
+    engine.add(sequence("b", jobs["b"]))
+    step(6)
+    engine.add(sequence("sick", [POISON, *prompt(4 * CHUNK)]))
+    step(2)
+    engine.abort("a")
+    step(1)
+    engine.abort("sick")
+    engine.add(sequence("c", jobs["c"]))
+    engine.add(sequence("d", jobs["d"]))
+    step(8)
+
+    assert [len(tokens[id]) for id in ("c", "d", "sick")] == [8, 8, 0]
     for id, ids in jobs.items():
         assert_same_tokens(tokens[id], *reference.generate(ids, len(tokens[id])))
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 from celery.result import AsyncResult
 
-from ops.process import ProcessIdentity
+from ops.process import ProcessIdentity, wait_until_ended
 from tasks import keys
 from tasks.codes import JobFailed
-from tests.service import ROOT, Service, eventually, simulated_text
+from tests.service import BOUND_S, ROOT, Service, eventually, simulated_text
 
 
 @pytest.fixture
@@ -396,7 +396,7 @@ def test_sigterm_lets_riders_finish_and_takes_no_new_job(slow_service: Service) 
     assert worker.wait() == 0
     assert {slow_service.view(job)["status"] for job in riding} == {"succeeded"}
     assert slow_service.view(waiting)["status"] == "queued"
-    assert not any(child.alive for child in children)
+    assert not wait_until_ended(children, BOUND_S)  # multiprocessing's tracker ends after us
     assert slow_service.list_workers() == []
 
 

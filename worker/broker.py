@@ -11,12 +11,14 @@ from queue import Empty
 from typing import Any
 
 import structlog
+from kombu.asynchronous import get_event_loop
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
 from kombu.utils.json import dumps
 from redis.exceptions import OutOfMemoryError
 
-from tasks.broker import InvitingChannel
+from tasks.broker import CarpoolChannel
+from tasks.invitations import INVITATION_HEADER
 
 _log = structlog.get_logger("carpool.broker")
 
@@ -44,6 +46,22 @@ class GatedQoS(kombu_redis.QoS):
         return gate is None or bool(gate())
 
     def append(self, message: Any, delivery_tag: str) -> None:
+        hub = get_event_loop()
+        if hub is None or INVITATION_HEADER not in (message.headers or {}):
+            self._record(message, delivery_tag)
+            virtual.QoS.append(self, message, delivery_tag)
+            return
+        # An invitation is recorded once it is handed on, so that the first token does not wait for it. Lost in between
+        # it is sent again, as one that is lost between its pop and its record; a plain task would be lost for good.
+        virtual.QoS.append(self, message, delivery_tag)
+        hub.call_soon(self._record_if_kept, message, delivery_tag)
+
+    def _record_if_kept(self, message: Any, delivery_tag: str) -> None:
+        qos: Any = self
+        if delivery_tag in qos._delivered and delivery_tag not in qos._dirty:
+            self._record(message, delivery_tag)
+
+    def _record(self, message: Any, delivery_tag: str) -> None:
         # As kombu does it, but also where memory is used up: refused here, a message that is popped already would be
         # lost, and the error would end the worker.
         qos: Any = self
@@ -51,7 +69,6 @@ class GatedQoS(kombu_redis.QoS):
         kept = dumps([message._raw, delivery["exchange"], delivery["routing_key"]])
         with qos.channel.conn_or_acquire() as client:
             client.eval(_NOTE_DELIVERY, 2, qos.unacked_index_key, qos.unacked_key, delivery_tag, time.time(), kept)
-        virtual.QoS.append(self, message, delivery_tag)
 
     def restore_visible(self, *arguments: Any, **options: Any) -> None:
         try:
@@ -61,7 +78,7 @@ class GatedQoS(kombu_redis.QoS):
             _log.debug("unacknowledged_not_restored", error=str(error))
 
 
-class ClosingChannel(InvitingChannel):
+class ClosingChannel(CarpoolChannel):
     """A channel that is closed at the first try, also where Redis has gone."""
 
     def close(self) -> None:

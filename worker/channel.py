@@ -7,8 +7,10 @@ other side is an end of file here, behind everything that was sent before it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import select
 import selectors
 import threading
 from collections.abc import Iterator
@@ -20,32 +22,60 @@ from worker.messages import Command, Update
 
 #: Exit code of a child whose parent is gone.
 EXIT_PARENT_GONE: Final = 4
+#: What multiprocessing writes before a message.
+_LENGTH_BYTES: Final = 4
 
 
 class CommandWriter:
-    """The parent's end of the command pipe. `send` never blocks: a thread does the writing."""
+    """The parent's end of the command pipe. `send` never blocks: a thread writes what does not fit at once."""
 
     def __init__(self, connection: Connection[Any, Any], name: str) -> None:
         self._connection = connection
-        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._room = select.poll()
+        self._room.register(connection, select.POLLOUT)
+        self._lock = threading.Lock()
+        self._commands: SimpleQueue[bytes | None] = SimpleQueue()
+        self._num_queued = 0
+        self._closed = False
         self._thread = threading.Thread(target=self._write, name=name, daemon=True)
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        self._commands.put(command)
+        """Send behind what was sent before. What comes after `close` is dropped."""
+        data = _pickled(command)
+        with self._lock:
+            if self._closed:
+                return
+            if self._num_queued or not self._has_room_for(data):
+                self._num_queued += 1
+                self._commands.put(data)
+            else:
+                self._write_one(data)
 
     def close(self) -> None:
         """End the thread and close the pipe. The child must be dead: a live one that reads nothing blocks this."""
+        with self._lock:
+            self._closed = True
         self._commands.put(None)
         self._thread.join()
         self._connection.close()
 
+    def _has_room_for(self, data: bytes) -> bool:
+        # A pipe that says it is writable takes PIPE_BUF bytes at once; the length stands before the message.
+        if len(data) + _LENGTH_BYTES > select.PIPE_BUF:
+            return False
+        return any(state == select.POLLOUT for _, state in self._room.poll(0))
+
     def _write(self) -> None:
-        while (command := self._commands.get()) is not None:
-            try:
-                _send(self._connection, command)
-            except BrokenPipeError:
-                return  # The child is dead; whoever reads its updates learns of it.
+        while (data := self._commands.get()) is not None:
+            self._write_one(data)
+            with self._lock:
+                self._num_queued -= 1
+
+    def _write_one(self, data: bytes) -> None:
+        # A pipe that breaks is that of a dead child: whoever reads its updates learns of it.
+        with contextlib.suppress(BrokenPipeError):
+            self._connection.send_bytes(data)
 
 
 class CommandReader:
@@ -85,7 +115,7 @@ class UpdateWriter:
     def send(self, update: Update) -> None:
         try:
             with self._lock:
-                _send(self._connection, update)
+                self._connection.send_bytes(_pickled(update))
         except BrokenPipeError:
             os._exit(EXIT_PARENT_GONE)
 
@@ -121,5 +151,5 @@ class UpdateReader:
         self._connection.close()
 
 
-def _send(connection: Connection[Any, Any], message: Command | Update) -> None:
-    connection.send_bytes(pickle.dumps(message, protocol=5))
+def _pickled(message: Command | Update) -> bytes:
+    return pickle.dumps(message, protocol=5)

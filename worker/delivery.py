@@ -14,7 +14,7 @@ from typing import Any
 
 from celery.worker import state as celery_state
 
-from tasks.broker import INVITATION_HEADER
+from tasks.invitations import INVITATION_HEADER
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import structlog
 from redis.exceptions import RedisError, ResponseError
 
 from tasks.app import CarpoolCelery
+from tasks.invitations import invitation_template
 from tasks.keeper import Keeper
 from tasks.ledger import SyncLedger
 from tasks.ledger_types import Rider, SlotAnswer
@@ -87,7 +88,7 @@ class LLMEngine:
     ) -> None:
         """`executor` is started, and its events come to `inbox`.
 
-        `on_gave_up` is called, from the engine's thread, where this worker cannot go on, with the cause.
+        `on_gave_up` is called, from any thread, where this worker cannot go on, with the cause.
         """
         self.celery_side = CelerySide()
         self.incarnation = uuid.uuid4().hex
@@ -100,7 +101,7 @@ class LLMEngine:
         self._ledger = SyncLedger(self._client, settings)
         self._slots = WorkloadManager(settings.max_batch_size, settings.run_ahead_steps)
         self._executor = executor
-        self._keeper = Keeper(settings, celery)
+        self._keeper = Keeper(settings, invitation_template(celery), on_outdated=on_gave_up)
         self._publisher = Publisher(
             self._ledger, self._slots, self.celery_side, self._send, self._keeper.wake, settings.pool
         )

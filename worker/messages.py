@@ -6,10 +6,15 @@ Commands go down: Add, Abort, Accepted, Close. Updates come up: Phase, Ready, St
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from tasks.chat import Message
 from tasks.entries import TokenLogprob
 from tasks.job_request import SamplingParams
+
+#: Of this file: to be raised with any change of it. A child that is started after its files were replaced by another
+#: release finds that its parent has another one.
+VERSION: Final = 1
 
 # --- down -----------------------------------------------------------------------------------------------------------
 

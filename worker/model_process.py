@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final, TypeAlias
 
 from tasks.settings import Settings
-from worker.channel import CommandWriter, UpdateReader
-from worker.messages import Aborted, Add, Command, Failed, Phase, Ready, Stepped, Update
+from worker import messages
+from worker.channel import CommandWriter, UpdateReader, UpdateWriter
+from worker.messages import Aborted, Add, Broken, Command, Failed, Phase, Ready, Stepped, Update
+from worker.model_worker import EXIT_BROKEN
 
 PROCESS_NAME: Final = "carpool-model-worker"
 #: How long a child may take to exit after it has closed its pipe.
@@ -38,7 +41,10 @@ class ModelProcess:
         self._riders: set[str] = set()
         # Daemonic, so that a parent that ends without `close` ends the child too, and does not wait for it.
         self._process = context.Process(
-            target=main, args=(settings, command_pipe, update_pipe), name=PROCESS_NAME, daemon=True
+            target=_begin,
+            args=(messages.VERSION, main, settings, command_pipe, update_pipe),
+            name=PROCESS_NAME,
+            daemon=True,
         )
         try:
             self._process.start()
@@ -100,6 +106,25 @@ class ModelProcess:
         if not self.is_ready:
             return self._doing
         return "decoding" if self._riders else "idle"
+
+
+def _begin(
+    parents_version: int,
+    main: ChildMain,
+    settings: Settings,
+    command_pipe: Connection[Any, Any],
+    update_pipe: Connection[Any, Any],
+) -> None:
+    """Body of the child. It has imported everything anew, maybe from another release's files than its parent."""
+    if parents_version != messages.VERSION:
+        UpdateWriter(update_pipe).send(
+            Broken(
+                f"this worker's messages have version {parents_version}, those of the files that it was started from "
+                f"have {messages.VERSION}: Carpool was upgraded under it. Start the worker again"
+            )
+        )
+        sys.exit(EXIT_BROKEN)
+    main(settings, command_pipe, update_pipe)
 
 
 def _exit_text(exit_code: int | None) -> str:

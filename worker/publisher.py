@@ -18,7 +18,7 @@ from tasks import keys
 from tasks.codes import CarpoolError
 from tasks.entries import decode
 from tasks.ledger import SyncLedger
-from tasks.ledger_types import SlotAnswer
+from tasks.ledger_types import Rider, SlotAnswer, SlotWrite
 from worker.delivery import CelerySide, Delivery
 from worker.messages import Abort, Command
 from worker.workload_manager import End, Ride, RideState, WorkloadManager
@@ -101,15 +101,22 @@ class Publisher:
                 delivery.id, nonce, fingerprint, incarnation, worker, os.getpid(), board=not self._slots.has_suspects
             )
         )
-        if claim.verdict in ("mismatch", "newer"):
+        if claim.verdict == "mismatch":
             self.refuse(delivery)
             del self._nonces[delivery.id]
             return None
         if claim.verdict != "ok":
+            if claim.verdict == "newer":
+                # its mark stays: it is invited again in seconds and not at once, or we two would go on for ever
+                _log.warning("job_of_a_newer_release", job=delivery.id)
             self._celery_side.given_up(delivery)
             del self._nonces[delivery.id]
             return None
-        ride = Ride.from_claim(delivery.id, nonce, claim)
+        try:
+            ride = Ride.from_claim(delivery.id, nonce, claim)
+        except ValueError as error:  # written by no release that keeps the rules: it must not take the worker along
+            self._unreadable(delivery, Rider(delivery.id, claim.epoch, nonce), claim.k, error)
+            return None
         if claim.k:
             self._read_log(ride)
         del self._nonces[delivery.id]
@@ -123,6 +130,21 @@ class Publisher:
             return None
         ride.boarded()
         return ride
+
+    def _unreadable(self, delivery: Delivery, rider: Rider, k: int, error: ValueError) -> None:
+        message = f"the job's record cannot be read by its worker ({error}): submit the job again"
+        end = SlotWrite(
+            rider.id,
+            rider.epoch,
+            rider.nonce,
+            first=k + 1,
+            final="failed",
+            finish_reason="error",
+            error=error_json("engine_error", message),
+        )
+        self._ledger.run(self._calls.step([end]))
+        self._celery_side.given_up(delivery)
+        del self._nonces[rider.id]
 
     def _read_log(self, ride: Ride) -> None:
         """The tokens that the job already has."""

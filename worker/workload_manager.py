@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
+from tasks import entries
 from tasks.chat import Message
 from tasks.entries import TokenLogprob
 from tasks.job_request import SamplingParams
@@ -44,6 +46,7 @@ class Ride:
         ids, texts, lp: all tokens of the job, the text each released, and its logprobs where they are asked for, from
             the log and from this ride: what a lost tail of the ledger is sent again from.
         sent: tokens that the ledger holds, as far as we know.
+        version: of the job's record, which its entries get too.
         leaving_for: why the child was asked to take it out: cancelled, expired, or "" for a hand-back.
         over_as: set once the ledger is done with this claim: the status that the job ended with under it, or "" where
             it is another's. Nothing more is written; the slot is free when the child has let go.
@@ -60,6 +63,7 @@ class Ride:
     messages: tuple[Message, ...] | None
     tokens_are_default: bool
     sent: int
+    version: int = entries.VERSION
     strikes: int = 0
     struck_at: int = -1
     ids: list[int] = field(default_factory=list)
@@ -83,12 +87,13 @@ class Ride:
             id=id,
             epoch=claim.epoch,
             nonce=nonce,
-            params=SamplingParams(**claim.params),
+            params=SamplingParams(**_known(claim.params)),
             seed=claim.seed,
             prompt=claim.input.get("prompt"),
             messages=tuple(map(Message.from_record, messages)) if messages else None,
             tokens_are_default=claim.tokens_are_default,
             sent=claim.k,
+            version=claim.version,
             strikes=claim.strikes,
             struck_at=claim.struck_at,
         )
@@ -160,6 +165,7 @@ class Ride:
             finish_reason=end.finish_reason,
             tail=end.tail,
             error=end.error,
+            version=self.version,
         )
 
     def add_command(self) -> Add:
@@ -173,6 +179,11 @@ class Ride:
             ids=tuple(self.ids),
             max_tokens_is_default=self.tokens_are_default,
         )
+
+
+def _known(params: dict[str, Any]) -> dict[str, Any]:
+    """What a newer API recorded besides was not asked for, or the claim would not have been granted."""
+    return {name: value for name, value in params.items() if name in SamplingParams.model_fields}
 
 
 class WorkloadManager:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from api.errors import job_headers, root_path
+from api.errors import job_headers, naming_job, root_path
 from api.events import Cursor
 from api.generation import idempotency_of, run
 from api.intake import Draft, Idempotency
@@ -17,7 +17,6 @@ from api.openai.errors import naming
 from api.openai.response_events import ResponseEvents
 from api.openai.response_object import PATH, PREFIX, Stored, kept_request, load
 from api.openai.response_requests import ResponseRequest
-from api.openai.serving import naming_job
 from api.service import OWNER, Service, service_of
 from api.waiting import wait_for_end
 from tasks.chat import Message

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from fastapi import Request
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from api.errors import job_headers, root_path
+from api.errors import job_headers, naming_job, root_path
 from api.events import MAX_STREAM_CHILDREN, Cursor, Renderer, as_json
 from api.generation import run
 from api.intake import Draft
@@ -59,7 +58,7 @@ class Ended:
 
 def check_number(service: Service, draft: Draft, field: str, *, stream: bool) -> None:
     """Refuse more jobs than one request may make. Raises CarpoolError."""
-    num_jobs, most = len(draft.inputs()), service.settings.max_prompts
+    num_jobs, most = draft.num_jobs, service.settings.max_prompts
     if num_jobs > most:
         raise CarpoolError(
             "invalid_request",
@@ -138,20 +137,6 @@ async def _ended(service: Service, view: Mapping[str, Any], *, with_logprobs: bo
         async for page in read_log(service.client, view["id"], 0):
             lp.extend(item for entry in page for item in entry.lp)
     return Ended(view["id"], view["text"], view["finish_reason"], view["usage"], lp)
-
-
-@contextmanager
-def naming_job(id: str) -> Iterator[None]:
-    """Where Redis is lost after a job was accepted, the error says which job it is: it need not be made again."""
-    try:
-        yield
-    except RedisError as error:
-        raise CarpoolError(
-            "redis_unavailable",
-            f"job {id} was accepted, and Redis does not answer now ({error}): GET /jobs/{id} tells how it is",
-            job_id=id,
-            retry_after_s=1,
-        ) from error
 
 
 def recorded(endpoint: str, store: bool | None, **more: Any) -> str:

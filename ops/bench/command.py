@@ -8,16 +8,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ops.bench.report import Figure, print_report
 from ops.errors import OperationError
+from ops.private_instance import KEPT
 from ops.text import print_error
 from tasks.codes import CarpoolError
 from tasks.settings import BUNDLED_MODEL, PREFIX, SettingsError
-
-#: A developer's settings would change what is measured, but the converted model may come from where they keep it.
-_KEPT: Final = frozenset({"CARPOOL_CACHE_DIR"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +60,15 @@ def run_bench(name: str, description: str | None, measure: Callable[[Options], F
         engine: the one to measure where none is named.
     """
     options = _parse(name, description, engine)
-    for key in [key for key in os.environ if key.startswith(PREFIX) and key not in _KEPT]:
+    for key in [key for key in os.environ if key.startswith(PREFIX) and key not in KEPT]:
         del os.environ[key]
     load = os.getloadavg()[0]
     try:
         findings = measure(options)
-    except (OperationError, SettingsError, CarpoolError) as error:
+    except OperationError as error:
+        print_error(error.cause, error.fix, error.details)
+        sys.exit(1)
+    except (SettingsError, CarpoolError) as error:
         print_error(str(error))
         sys.exit(1)
     setup = {"rounds": options.rounds, **options.engine_settings, **findings.setup}

@@ -20,12 +20,13 @@ from typing import Any, Final, Self
 from ops.bench.clients import generate_side_by_side, stream_side_by_side
 from ops.bench.command import Findings, Options, run_bench, say
 from ops.bench.engine_loop import EngineLoop
-from ops.bench.instance import READY_S, BenchInstance
+from ops.bench.instance import BenchInstance
 from ops.bench.prompts import generate_bodies, stream_bodies
 from ops.bench.report import Figure, Target, at_least, median_of, more_than, ratio_of
 from ops.client import ApiClient
 from ops.embedded_redis import free_port
 from ops.errors import OperationError
+from ops.private_instance import READY_S
 from ops.process import with_parent_death_signal
 
 STREAM_CLIENTS: Final = 10

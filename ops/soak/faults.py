@@ -16,8 +16,8 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from ops.instance import Role
+from ops.private_instance import PrivateInstance
 from ops.process import ProcessIdentity
-from ops.soak.instance import SoakInstance
 from ops.soak.observations import Strike
 from ops.soak.recovery import Recoveries, Riding, riding_jobs
 from tasks import keys
@@ -64,7 +64,7 @@ class Faults:
 
     def __init__(
         self,
-        instance: SoakInstance,
+        instance: PrivateInstance,
         client: redis.asyncio.Redis,
         recoveries: Recoveries,
         draw: random.Random,

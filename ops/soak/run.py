@@ -16,9 +16,9 @@ import httpx2
 import redis.asyncio
 
 from ops.errors import OperationError
+from ops.private_instance import PrivateInstance
 from ops.soak.clients import Client
 from ops.soak.faults import WEIGHTS, Faults
-from ops.soak.instance import SoakInstance
 from ops.soak.judge import Finding, Verdict, judge
 from ops.soak.ledger_view import read_jobs, read_leftovers, wait_until_settled
 from ops.soak.observations import Sighting
@@ -97,7 +97,7 @@ def run_soak(options: Options) -> Outcome:
         OperationError: the instance cannot be started.
         KeyboardInterrupt: it was interrupted; everything has been ended.
     """
-    with SoakInstance(options.settings) as instance:
+    with PrivateInstance(options.settings, "soak") as instance:
         outcome = asyncio.run(_Soak(options, instance).run())
         instance.keep = options.keep or not outcome.verdict.holds
         if instance.keep:
@@ -123,7 +123,7 @@ def _with_verdict(outcome: Outcome, verdict: Verdict) -> Outcome:
 
 
 class _Soak:
-    def __init__(self, options: Options, instance: SoakInstance) -> None:
+    def __init__(self, options: Options, instance: PrivateInstance) -> None:
         self._options = options
         self._instance = instance
         self._settings = Settings(redis_url=instance.redis_url, **options.settings)

@@ -1,6 +1,6 @@
 -- Accepted means recorded. A group is accepted whole or not at all; a second call with the same ids or idempotency key
 -- makes nothing new. ARGV[2]: the request as JSON; ARGV[3..]: the input of each job as JSON, kept verbatim.
--- Returns {verdict, id, ids to invite…}: ok, again (this id or idempotency key is known), conflict (another body), tomb (ended and gone).
+-- Returns {verdict, id, ids that were invited…}: ok, again (this id or idempotency key is known), conflict (another body), tomb (ended and gone).
 local R = cjson.decode(ARGV[2])
 
 if redis.call('EXISTS', record_key(R.id), group_key(R.id)) > 0 then return { 'again', R.id } end
@@ -15,7 +15,7 @@ list_in_index(P .. 'jobs:' .. R.key, R.id, redis.call('PEXPIRETIME', R.group and
   return redis.call('EXISTS', record_key(old), group_key(old)) > 0
 end)
 -- a pump in the same call: one round trip less before the first token
-local answer = R.invite and invite_waiting(R.pool) or {}
+local answer = R.invite and invite_waiting(R.pool, R.message) or {}
 table.insert(answer, 1, R.id)
 table.insert(answer, 1, 'ok')
 return answer

@@ -13,8 +13,10 @@ local function accept(R, inputs, place)
   local expires = int(deadline + kept_for(R.idem))
   local first = NOW_US + place + (R.priority - NORMAL) * PRIORITY_STEP_US
 
+  local version = version_to_write()
+
   local function record(id, i, group)
-    redis.call('HSET', record_key(id), 'v', '1', 'id', id, 'status', 'queued', 'epoch', '0', 'owner', '', 'lease', '0', 'stop', '',
+    redis.call('HSET', record_key(id), 'v', version, 'id', id, 'status', 'queued', 'epoch', '0', 'owner', '', 'lease', '0', 'stop', '',
       'k', '0', 'claims', '0', 'claim_k', '0', 'strikes', '0', 'deaths', '0', 'struck_at', '-1', 'boarded', '', 'died_gen', '',
       'params', R.params, 'seed', R.seeds[i], 'input', inputs[i], 'fingerprint', '', 'pool', R.pool, 'model', R.model,
       'deadline', int(deadline), 'created_at', int(NOW), 'order', int(first + i), 'priority', int(R.priority), 'group', group,
@@ -28,7 +30,7 @@ local function accept(R, inputs, place)
   end
 
   if R.group then
-    redis.call('HSET', group_key(R.id), 'v', '1', 'id', R.id, 'status', 'queued', 'n', int(#R.seeds), 'left', int(#R.seeds),
+    redis.call('HSET', group_key(R.id), 'v', version, 'id', R.id, 'status', 'queued', 'n', int(#R.seeds), 'left', int(#R.seeds),
       'model', R.model, 'pool', R.pool, 'seed', R.seed, 'created_at', int(NOW), 'deadline', int(deadline), 'priority',
       int(R.priority), 'idem', R.idem, 'metadata', R.metadata, 'request', R.request or '', 'batch', R.batch)
     redis.call('PEXPIREAT', group_key(R.id), expires)

@@ -10,7 +10,7 @@ if b.status == 'validating' or b.status == 'in_progress' then
     redis.call('HSET', key, 'fed', '1')
     settle(id)
   end
-  publish(id, '{"v":1,"t":"end","n":0,"ids":[],"text":[],"status":"cancelling"}')
+  tell_batch(id, version_to_write(), 'cancelling')
   return redis.call('HGET', key, 'status')
 end
 return b.status

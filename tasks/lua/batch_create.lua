@@ -14,7 +14,7 @@ if f.purpose ~= 'batch' then return { 'purpose', f.purpose } end
 local deadline = NOW + R.window
 -- every key outlives the last of its jobs, which are kept until their answers are in the output
 local expires = deadline + math.max(R.keep, C.retention)
-redis.call('HSET', key, 'v', '1', 'id', R.id, 'prefix', R.prefix, 'file', R.file, 'endpoint', R.endpoint, 'completion_window',
+redis.call('HSET', key, 'v', version_to_write(), 'id', R.id, 'prefix', R.prefix, 'file', R.file, 'endpoint', R.endpoint, 'completion_window',
   R.completion_window, 'keep', int(R.keep), 'metadata', R.metadata, 'output', R.output, 'errors_file', R.errors_file,
   'status', 'validating', 'created_at', int(NOW), 'deadline', int(deadline), 'line', '0', 'chunk', '0', 'offset', '0', 'fed', '',
   'ending', '', 'total', '0', 'completed', '0', 'failed', '0')

@@ -1,19 +1,27 @@
--- One owner; attempts bounded. ARGV[2]: JSON {id, nonce, fingerprint, incarnation, worker, pid, board}. With `board` a job
--- that nothing died with boards in the same call: one round trip less before the child is given the sequence.
+-- One owner; attempts bounded. ARGV[2]: JSON {id, nonce, fingerprint, incarnation, worker, pid, board, params: the names of
+-- the parameters that the worker knows}. With `board` a job that nothing died with boards in the same call: one round trip
+-- less before the child is given the sequence.
 -- Returns {verdict, …}: ok with epoch, k, strikes, struck_at, stop, deadline, params, seed, input, default_tokens,
--- boarded; or gone, ended (with the status), taken, mismatch.
+-- boarded, version of the record; or gone, ended (with the status), taken, mismatch, newer (with what the worker does not know).
 local R = cjson.decode(ARGV[2])
 local id, key = R.id, KEYS[1]
 local j = fields(key, 'v', 'status', 'epoch', 'owner', 'lease', 'stop', 'k', 'claims', 'claim_k', 'strikes', 'struck_at',
   'boarded', 'fingerprint', 'deadline', 'pool', 'params', 'seed', 'input', 'default_tokens', 'started_at')
 
 local function granted(epoch, strikes, struck_at, stop, boarded)
-  return { 'ok', epoch, j.k, strikes, struck_at, stop, j.deadline, j.params, j.seed, j.input, j.default_tokens, boarded }
+  return { 'ok', epoch, j.k, strikes, struck_at, stop, j.deadline, j.params, j.seed, j.input, j.default_tokens, boarded,
+    j.v }
 end
 
 if j.status == '' then return { 'gone' } end
 if tonumber(j.v) > C.version then return { 'newer', j.v } end
 if j.status ~= 'queued' and j.status ~= 'running' then return { 'ended', j.status } end
+-- A newer API may record a parameter that this worker would ignore; one that is null was not asked for.
+local known = {}
+for _, name in ipairs(R.params) do known[name] = true end
+for name, value in pairs(cjson.decode(j.params)) do
+  if value ~= cjson.null and not known[name] then return { 'newer', name } end
+end
 if j.status == 'running' and j.owner == R.nonce then return granted(j.epoch, j.strikes, j.struck_at, j.stop, j.boarded) end
 if not (j.status == 'queued' or (tonumber(j.lease) < NOW and past_grace())) then return { 'taken' } end
 if j.fingerprint ~= '' and j.k ~= '0' and j.fingerprint ~= R.fingerprint then
@@ -49,7 +57,7 @@ redis.call('HSET', key, 'status', 'running', 'epoch', epoch, 'owner', R.nonce, '
 redis.call('HINCRBY', key, 'rides', 1)
 if j.started_at == '' then redis.call('HSET', key, 'started_at', int(NOW)) end
 set_due(id, due_of(lease, '', tonumber(j.deadline)), redis.call('PEXPIRETIME', key))
-local marker = string.format('{"v":1,"t":"marker","n":%s,"ids":[],"text":[],"worker":%s}', j.k, quote(R.worker))
+local marker = string.format('{"v":%s,"t":"marker","n":%s,"ids":[],"text":[],"worker":%s}', j.v, j.k, quote(R.worker))
 redis.call('XADD', log_key(id), epoch .. '-' .. j.k, 'd', marker)
 redis.call('PEXPIREAT', log_key(id), int(redis.call('PEXPIRETIME', key)))
 leave_queues(id, j.pool)

@@ -8,7 +8,7 @@ for n = 0, R.chunks - 1 do
   if redis.call('EXISTS', chunk_key(R.id, n)) == 0 then return { 'lost', R.id } end
 end
 local expires = NOW + R.ttl
-redis.call('HSET', file_key(R.id), 'v', '1', 'id', R.id, 'filename', R.filename, 'purpose', R.purpose, 'bytes', int(R.bytes),
+redis.call('HSET', file_key(R.id), 'v', version_to_write(), 'id', R.id, 'filename', R.filename, 'purpose', R.purpose, 'bytes', int(R.bytes),
   'chunks', int(R.chunks), 'created_at', int(NOW), 'batches', '0')
 list_file(R.id)
 account(R.id, 0, expires)

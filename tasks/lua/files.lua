@@ -45,7 +45,7 @@ local function append_line(id, filename, line, expires)
   local key = file_key(id)
   local f = fields(key, 'chunks')
   if f.chunks == '' then
-    redis.call('HSET', key, 'v', '1', 'id', id, 'filename', filename, 'purpose', 'batch_output', 'bytes', '0', 'chunks', '0',
+    redis.call('HSET', key, 'v', version_to_write(), 'id', id, 'filename', filename, 'purpose', 'batch_output', 'bytes', '0', 'chunks', '0',
       'created_at', int(NOW), 'expires_at', int(expires), 'batches', '0')
     redis.call('PEXPIREAT', key, int(expires))
     list_file(id)

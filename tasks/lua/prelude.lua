@@ -28,6 +28,7 @@ local function worker_key(incarnation) return P .. 'w:' .. incarnation end
 local function queue_key(pool) return 'carpool.' .. pool end
 local function celery_key(id) return 'celery-task-meta-' .. id end
 local DUE = P .. 'due'
+local SCHEMA = P .. 'schema'
 
 local function publish(id, data) redis.call('PUBLISH', P .. C.db .. ':c:' .. id, data) end
 
@@ -93,6 +94,11 @@ local function past_grace()
   local tick = tonumber(redis.call('GET', P .. 'tick') or 0)
   local grace = tonumber(redis.call('GET', P .. 'grace') or 0)
   return NOW > grace and NOW - tick < C.tick_stale
+end
+
+-- The version that new records get: the oldest that a living process reads (agree.lua). A job's log has its record's version.
+local function version_to_write()
+  return int(math.min(C.version, tonumber(redis.call('GET', SCHEMA) or C.version)))
 end
 
 local function leave_queues(id, pool)
@@ -217,14 +223,15 @@ local function reason_of(error) return error ~= '' and cjson.decode(error) or {}
 local RANK = { succeeded = 0, expired = 1, cancelled = 2, failed = 3 }
 
 -- Who fills a batch's output is told that one of its lines has ended.
-local function tell_batch(batch, status)
-  if batch ~= '' then publish(batch, string.format('{"v":1,"t":"end","n":0,"ids":[],"text":[],"status":%s}', quote(status))) end
+local function tell_batch(batch, version, status)
+  if batch == '' then return end
+  publish(batch, string.format('{"v":%s,"t":"end","n":0,"ids":[],"text":[],"status":%s}', version, quote(status)))
 end
 
 -- One child of a group has ended. The last one ends the group: failed > cancelled > expired > succeeded.
 local function group_child_ended(group, child, status, error)
   local key = group_key(group)
-  local g = fields(key, 'worst', 'idem', 'n', 'batch')
+  local g = fields(key, 'v', 'worst', 'idem', 'n', 'batch')
   if g.n == '' then return end
   if g.worst == '' or RANK[status] > RANK[g.worst] then
     redis.call('HSET', key, 'worst', status, 'error', error, 'culprit', child)
@@ -235,24 +242,24 @@ local function group_child_ended(group, child, status, error)
   -- a line of a batch stays until its answer is in the batch's output
   local at = int(g.batch ~= '' and redis.call('PEXPIRETIME', key) or NOW + kept_for(g.idem))
   celery_end(group, g.worst, group_view(group), reason_of(redis.call('HGET', key, 'error') or ''), at)
-  publish(group, string.format('{"v":1,"t":"end","n":0,"ids":[],"text":[],"status":%s}', quote(g.worst)))
+  publish(group, string.format('{"v":%s,"t":"end","n":0,"ids":[],"text":[],"status":%s}', g.v, quote(g.worst)))
   redis.call('PEXPIREAT', key, at)
   if g.idem ~= '' then redis.call('PEXPIREAT', idem_key(g.idem), at) end
   for i = 0, tonumber(g.n) - 1 do expire_job(group .. '.' .. int(i), at) end
-  tell_batch(g.batch, g.worst)
+  tell_batch(g.batch, g.v, g.worst)
 end
 
 -- Exactly one end, and it is the last entry of the log. Its own epoch refuses late writers by entry id as well.
 -- Returns false where the job has already ended or is gone.
 local function terminal(id, status, finish_reason, error, tail)
   local key = record_key(id)
-  local j = fields(key, 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens', 'batch')
+  local j = fields(key, 'v', 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens', 'batch')
   if j.status ~= 'queued' and j.status ~= 'running' then return false end
   local reason = reason_of(error) -- before anything is written: there is no rollback
   local epoch = int(tonumber(j.epoch) + 1)
   local data = string.format(
-    '{"v":1,"t":"end","n":%s,"ids":[],"text":[%s],"status":%s,"finish_reason":%s,"usage":%s,"error":%s}', j.k, quote(tail),
-    quote(status), quote(finish_reason), usage_json(j.prompt_tokens, j.k), number_or_null(error))
+    '{"v":%s,"t":"end","n":%s,"ids":[],"text":[%s],"status":%s,"finish_reason":%s,"usage":%s,"error":%s}', j.v, j.k,
+    quote(tail), quote(status), quote(finish_reason), usage_json(j.prompt_tokens, j.k), number_or_null(error))
   redis.call('XADD', log_key(id), epoch .. '-' .. j.k, 'd', data)
   if tail ~= '' then redis.call('APPEND', text_key(id), tail) end
   redis.call('HSET', key, 'status', status, 'epoch', epoch, 'lease', '0', 'finished_at', int(NOW), 'finish_reason', finish_reason,
@@ -271,7 +278,7 @@ local function terminal(id, status, finish_reason, error, tail)
   elseif j.idem ~= '' then
     redis.call('PEXPIREAT', idem_key(j.idem), at)
   end
-  tell_batch(j.batch, status)
+  tell_batch(j.batch, j.v, status)
   return true
 end
 
@@ -323,10 +330,19 @@ local function has_worker(pool, state)
   return false
 end
 
--- The next waiting jobs of a pool, marked as invited, in order. Their messages are sent outside.
+-- The Celery message of an invitation, into the broker's list. `template` is kombu's message for no job in particular
+-- (tasks/invitations.py); '' sends none, for a caller that has a broker of its own.
+local function send_invitation(template, pool, id)
+  if template == '' then return end
+  local fillings = { id = quote(id):sub(2, -2), queue = quote(queue_key(pool)):sub(2, -2),
+    tag = quote(id .. ':' .. int(NOW_US)):sub(2, -2) }
+  redis.call('LPUSH', queue_key(pool), (template:gsub('@(%l+)@', fillings)))
+end
+
+-- The next waiting jobs of a pool, in order, marked as invited and with their messages sent.
 -- So few messages are in the broker that the wait set alone decides the order: the free slots and two more. What lies in
 -- the broker counts too, or full workers would have the same jobs invited again every 3 s.
-local function invite_waiting(pool)
+local function invite_waiting(pool, template)
   local free, ready, prints = 0, false, {}
   for _, incarnation in ipairs(redis.call('ZRANGEBYSCORE', pool_workers_key(pool), int(NOW), '+inf')) do
     local w = fields(worker_key(incarnation), 'state', 'free', 'fingerprint')
@@ -355,6 +371,7 @@ local function invite_waiting(pool)
           offset = offset - 1
         elseif free == 0 or j.fingerprint == '' or j.k == '0' or prints[j.fingerprint] then
           redis.call('ZADD', inv, int(NOW), id)
+          send_invitation(template, pool, id)
           invited[#invited + 1] = id
           room = room - 1
           if room == 0 then break end

@@ -1,6 +1,6 @@
 -- Look at what is due, at most 50 a call; a compare-and-set each, right with any number of reapers. Each look ends the
--- job or moves its due time beyond now.
--- Returns {number looked at, ids to invite…}: running jobs whose lease ran out are invited here, never from the wait set.
+-- job or moves its due time beyond now. ARGV[2]: template of the message of an invitation.
+-- Returns {number looked at, id, pool…}: running jobs whose lease ran out are invited here, never from the wait set.
 local tick_key = P .. 'tick'
 local tick = tonumber(redis.call('GET', tick_key) or 0)
 if NOW - tick > C.tick_stale then redis.call('SET', P .. 'grace', int(NOW + C.grace), 'PX', int(C.grace + 600000)) end
@@ -48,6 +48,7 @@ local function invite(id, j, invited)
   if not (j.k == '0' and workers.ready or workers.ready_for[j.fingerprint]) then return false end
   redis.call('ZADD', inv_key(j.pool), int(NOW), id)
   keep_until(inv_key(j.pool), int(redis.call('PEXPIRETIME', record_key(id))))
+  send_invitation(ARGV[2], j.pool, id)
   invited[#invited + 1] = id
   invited[#invited + 1] = j.pool
   return true

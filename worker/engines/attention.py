@@ -1,4 +1,4 @@
-"""Attention over the rows of a running batch: decoding sequences and one prefill chunk in one forward pass.
+"""Attention over the rows of a running batch: decoding sequences and chunks of prompts in one forward pass.
 
 All tokens of a step go through the model as one flat row of shape [1, num_tokens], so that one pass over the weights
 serves them all (selective batching as in Orca, chunked prefill beside decoding as in Sarathi-Serve). Only attention
@@ -7,7 +7,7 @@ has to know which token belongs to whom: that is `BatchLayout`, which the forwar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,25 +26,44 @@ class UnsupportedAttentionError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """Consecutive tokens of one prompt in a flat batch.
+
+    Attributes:
+        row: of the KV cache.
+        end: tokens of that row, the chunk included.
+        mask: added to scores, shape [num_tokens, end]; None where the chunk is the prompt's first.
+    """
+
+    num_tokens: int
+    row: int
+    end: int
+    mask: torch.Tensor | None = None
+    _repeated: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def repeated_mask(self, count: int) -> torch.Tensor:
+        """The mask `count` times below itself, shape [count * num_tokens, end]; made once for all layers."""
+        assert self.mask is not None
+        if count not in self._repeated:
+            self._repeated[count] = self.mask.repeat(count, 1)
+        return self._repeated[count]
+
+
+@dataclass(frozen=True, slots=True)
 class BatchLayout:
     """Which tokens of a flat batch belong to which row of the KV cache.
 
-    The first `num_decoding` tokens are one each of rows 0, 1, ...; the tokens after them are a chunk of one prompt.
+    The first `num_decoding` tokens are one each of rows 0, 1, ...; behind them come the chunks, one after the other.
 
     Attributes:
         decode_length: tokens of the longest decoding row, the new one included.
         decode_mask: added to scores, shape [num_decoding, 1, 1, decode_length]; None where all rows are that long.
-        chunk_row: row of the prompt.
-        chunk_end: tokens of that row, the chunk included.
-        chunk_mask: added to scores, shape [1, 1, chunk, chunk_end]; None where the chunk is the prompt's first.
     """
 
     num_decoding: int
     decode_length: int = 0
     decode_mask: torch.Tensor | None = None
-    chunk_row: int = 0
-    chunk_end: int = 0
-    chunk_mask: torch.Tensor | None = None
+    chunks: tuple[ChunkLayout, ...] = ()
 
 
 def register() -> None:
@@ -79,14 +98,13 @@ def attend(
     unsupported = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
     if unsupported:
         raise UnsupportedAttentionError(f"its attention needs {', '.join(unsupported)}")
-    num_decoding = layout.num_decoding
-    if num_decoding == query.shape[2]:
-        return _attend_decoding(query, key, value, layout, scaling), None
-    chunk = _attend_chunk(query[:, :, num_decoding:], key, value, layout, scaling)
-    if num_decoding == 0:
-        return chunk, None
-    decoding = _attend_decoding(query[:, :, :num_decoding], key, value, layout, scaling)
-    return torch.cat((decoding, chunk), dim=1), None
+    start = layout.num_decoding
+    outputs = [_attend_decoding(query[:, :, :start], key, value, layout, scaling)] if start else []
+    # A call for each: a prompt's keys are few or many, and padded to one length they would cost more than the calls.
+    for chunk in layout.chunks:
+        outputs.append(_attend_chunk(query[:, :, start : start + chunk.num_tokens], key, value, chunk, scaling))
+        start += chunk.num_tokens
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
 def _attend_decoding(
@@ -112,21 +130,25 @@ def _first_rows(buffer: torch.Tensor, num_rows: int, length: int) -> torch.Tenso
 
 
 def _attend_chunk(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: BatchLayout, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk: ChunkLayout, scaling: float | None
 ) -> torch.Tensor:
-    rows = slice(layout.chunk_row, layout.chunk_row + 1)
-    keys, values = key[rows, :, : layout.chunk_end], value[rows, :, : layout.chunk_end]
-    num_shared = query.shape[1] // key.shape[1]
-    if num_shared > 1 and query.is_cuda and layout.chunk_mask is not None:
-        # CUDA has no fast kernel for grouped queries with a mask.
-        keys, values = keys.repeat_interleave(num_shared, dim=1), values.repeat_interleave(num_shared, dim=1)
+    _, num_heads, num_tokens, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    rows = slice(chunk.row, chunk.row + 1)
+    keys, values = key[rows, :, : chunk.end], value[rows, :, : chunk.end]
+    if chunk.mask is None:
+        output = scaled_dot_product_attention(
+            query, keys, values, is_causal=True, scale=scaling, enable_gqa=num_heads != num_kv_heads
+        )
+        return output.transpose(1, 2)
+    # As in decoding: keys are then read once and not once per head, which a few tokens behind many gain most from,
+    # and CUDA has no fast kernel for grouped queries with a mask.
+    num_shared = num_heads // num_kv_heads
     output = scaled_dot_product_attention(
-        query,
+        query.reshape(1, num_kv_heads, num_shared * num_tokens, head_dim),
         keys,
         values,
-        attn_mask=layout.chunk_mask,
-        is_causal=layout.chunk_mask is None,
+        attn_mask=chunk.repeated_mask(num_shared),
         scale=scaling,
-        enable_gqa=keys.shape[1] != query.shape[1],
     )
-    return output.transpose(1, 2)
+    return output.reshape(1, num_heads, num_tokens, -1).transpose(1, 2)

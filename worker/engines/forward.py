@@ -1,4 +1,4 @@
-"""One forward pass for a whole step: decoding tokens and a prompt's chunk, laid out flat."""
+"""One forward pass for a whole step: decoding tokens and chunks of prompts, laid out flat."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from worker.engines.attention import BatchLayout
+from worker.engines.attention import BatchLayout, ChunkLayout
 from worker.engines.kv_cache import SlotCache
 
 
@@ -58,63 +58,57 @@ class ForwardPass:
         self._device = model.device
         self._dtype = model.dtype
 
-    def run(self, token_ids: Sequence[int], positions: Sequence[int], chunk: Chunk | None) -> torch.Tensor:
+    def run(self, token_ids: Sequence[int], positions: Sequence[int], chunks: Sequence[Chunk] = ()) -> torch.Tensor:
         """Logits behind the given tokens.
 
         Args:
             token_ids, positions: the newest token of row 0, 1, ... and where it stands.
-            chunk: goes along; one of both must be there. Its row is behind those of `token_ids`.
+            chunks: go along, each in a row of its own behind those of `token_ids`. There must be a token at all.
 
         Returns:
-            Shape [len(token_ids), vocab_size], with one row more where the chunk ends its prompt.
+            Shape [len(token_ids), vocab_size], with one row more for each chunk that ends its prompt, in their order.
         """
         num_decoding = len(token_ids)
         all_ids, rows, all_positions = [*token_ids], [*range(num_decoding)], [*positions]
-        if chunk is not None:
+        wanted = [*range(num_decoding)]
+        for chunk in chunks:
             all_ids += chunk.token_ids
             rows += [chunk.row] * len(chunk.token_ids)
             all_positions += range(chunk.start, chunk.end)
+            if chunk.ends_prompt:
+                wanted.append(len(all_ids) - 1)
+        num_tokens = len(all_ids)
         # One tensor, so that it is one transfer.
-        table = torch.tensor([all_ids, rows, all_positions], device=self._device)
-        self._cache.place(table[1], table[2])
-        wanted = self._wanted(num_decoding, len(all_ids), chunk)
+        table = torch.tensor([*all_ids, *rows, *all_positions, *wanted], device=self._device)
+        flat_positions = table[2 * num_tokens : 3 * num_tokens]
+        self._cache.place(table[num_tokens : 2 * num_tokens], flat_positions)
+        # As transformers takes it: indices, or how many at the end (0: all). Where none is wanted, one is the least.
+        logits_to_keep = 0 if len(wanted) == num_tokens else table[3 * num_tokens :] if wanted else 1
         output = self._model(
-            input_ids=table[:1],
-            position_ids=table[2:],
+            input_ids=table[None, :num_tokens],
+            position_ids=flat_positions[None],
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=wanted,
-            layout=self._layout(table[2], positions, chunk),
+            logits_to_keep=logits_to_keep,
+            layout=self._layout(flat_positions, positions, chunks),
         )
-        num_logits = num_decoding + (chunk is not None and chunk.ends_prompt)
-        logits: torch.Tensor = output.logits[0, :num_logits]
+        logits: torch.Tensor = output.logits[0, : len(wanted)]
         return logits
 
-    def _wanted(self, num_decoding: int, num_tokens: int, chunk: Chunk | None) -> int | torch.Tensor:
-        """Tokens whose logits are computed, as transformers takes them: indices, or how many at the end (0: all)."""
-        if chunk is None:
-            return 0
-        if num_decoding == 0:
-            return 1
-        last = [num_tokens - 1] if chunk.ends_prompt else []
-        return torch.tensor([*range(num_decoding), *last], device=self._device)
-
-    def _layout(self, all_positions: torch.Tensor, positions: Sequence[int], chunk: Chunk | None) -> BatchLayout:
+    def _layout(self, flat_positions: torch.Tensor, positions: Sequence[int], chunks: Sequence[Chunk]) -> BatchLayout:
         num_decoding = len(positions)
         decode_length = max(positions, default=-1) + 1
-        decode_mask = chunk_mask = None
+        decode_mask = None
         if any(position + 1 < decode_length for position in positions):
-            decode_mask = self._mask(all_positions[:num_decoding], decode_length)[:, None, None]
-        if chunk is not None and chunk.start > 0:
-            chunk_mask = self._mask(all_positions[num_decoding:], chunk.end)[None, None]
-        return BatchLayout(
-            num_decoding=num_decoding,
-            decode_length=decode_length,
-            decode_mask=decode_mask,
-            chunk_row=chunk.row if chunk is not None else 0,
-            chunk_end=chunk.end if chunk is not None else 0,
-            chunk_mask=chunk_mask,
-        )
+            decode_mask = self._mask(flat_positions[:num_decoding], decode_length)[:, None, None]
+        layouts = []
+        first = num_decoding
+        for chunk in chunks:
+            behind = first + len(chunk.token_ids)
+            mask = self._mask(flat_positions[first:behind], chunk.end) if chunk.start > 0 else None
+            layouts.append(ChunkLayout(len(chunk.token_ids), chunk.row, chunk.end, mask))
+            first = behind
+        return BatchLayout(num_decoding, decode_length, decode_mask, tuple(layouts))
 
     def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
         """Shape [len(positions), length]: 0 up to each position, -inf behind it; made once for all layers."""

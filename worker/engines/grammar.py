@@ -25,6 +25,14 @@ _OPTIONS: Final = {**_COMPACT, "coerce_one_of": True}
 #: A function without parameters takes an empty object.
 _NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NUM_KEPT: Final = 32
+_END: Final = {
+    "content": "<|end of a text that has no end|>",
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
 
 
 class Grammar:
@@ -80,7 +88,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer_json: Callable[[], str | None], vocab_size: int, eos_ids: Collection[int]) -> None:
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
-        self._eos_ids = sorted(token_id for token_id in eos_ids if token_id < vocab_size)
+        self._eos_ids = sorted(eos_ids)
         self._tokenizer: LLTokenizer | None = None
         #: By their text: n answers to one request, and a client's every request, have the same.
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -128,9 +136,17 @@ class GrammarCompiler:
                 "unsupported_field",
                 "this model has no tokenizer.json, so that response_format and tools can't be had: leave them out",
             )
-        tokenizer, size = _with_spelled_tokens(tokenizer_json)
+        content = json.loads(tokenizer_json)
+        size = _num_tokens(content)
+        eos_ids = [token_id for token_id in self._eos_ids if token_id < size]
+        if not eos_ids:
+            # llguidance wants one: the first id that no text has.
+            eos_ids = [size]
+            content.setdefault("added_tokens", []).append({**_END, "id": size})
+            size += 1
+        _spell_added_tokens(content)
         try:
-            return LLTokenizer(tokenizer, n_vocab=max(size, self._vocab_size), eos_token=self._eos_ids)
+            return LLTokenizer(json.dumps(content), n_vocab=max(size, self._vocab_size), eos_token=eos_ids)
         except ValueError as error:
             raise SequenceError(
                 "unsupported_field",
@@ -208,22 +224,26 @@ def _first_line(error: str) -> str:
     return f"{words.rstrip(':')}: {causes[-1].removeprefix('error: ')}" if causes else words
 
 
-def _with_spelled_tokens(tokenizer_json: str) -> tuple[str, int]:
-    """tokenizer.json for llguidance, and how many tokens it has.
+def _num_tokens(tokenizer: dict[str, Any]) -> int:
+    """How many tokens there are in the content of tokenizer.json."""
+    vocabulary = tokenizer["model"].get("vocab") or {}
+    ids = [token["id"] for token in tokenizer.get("added_tokens") or ()]
+    ids += vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+    return max(ids, default=-1) + 1
+
+
+def _spell_added_tokens(tokenizer: dict[str, Any]) -> None:
+    """Make text of the added tokens that are text, in the content of tokenizer.json.
 
     llguidance takes every added token of the form <…> for a special one, which no text can hold. But `<tool_call>` is
     such a token of many models, and is text: it is made an ordinary one of the vocabulary.
     """
-    content = json.loads(tokenizer_json)
-    model, added = content["model"], content.get("added_tokens") or []
-    if model.get("type") == "BPE":
-        vocabulary: dict[str, int] = model["vocab"]
-        for token in added:
-            vocabulary.setdefault(token["content"], token["id"])
-        content["added_tokens"] = [token for token in added if token["special"] or not _is_spelled(token["content"])]
-    ids = [token["id"] for token in added]
-    ids += model["vocab"].values() if isinstance(model.get("vocab"), dict) else [len(model.get("vocab") or ()) - 1]
-    return json.dumps(content), max(ids, default=-1) + 1
+    model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
+    if model.get("type") != "BPE":
+        return
+    for token in added:
+        model["vocab"].setdefault(token["content"], token["id"])
+    tokenizer["added_tokens"] = [token for token in added if token["special"] or not _is_spelled(token["content"])]
 
 
 def _is_spelled(content: str) -> bool:

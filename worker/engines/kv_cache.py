@@ -75,11 +75,11 @@ class SlotCache(Cache):
             keys[target, :, :num_tokens] = keys[source, :, :num_tokens]
             values[target, :, :num_tokens] = values[source, :, :num_tokens]
 
-    def clear(self, row: int) -> None:
-        """Fill a row with zeros."""
+    def clear(self, row: int, num_tokens: int) -> None:
+        """Fill the first `num_tokens` tokens of a row with zeros."""
         for keys, values in self._layers.values():
-            keys[row].zero_()
-            values[row].zero_()
+            keys[row, :, :num_tokens].zero_()
+            values[row, :, :num_tokens].zero_()
 
     def shrink(self) -> None:
         """Give memory back when nobody rides: long buffers go, short ones stay."""

@@ -70,8 +70,13 @@ def _own_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tenso
 
 def _batched_logits(model: PreTrainedModel, longer: Sequence[int], shorter: Sequence[int]) -> torch.Tensor:
     forward = ForwardPass(model, SlotCache(max_rows=2, max_length=max(NUM_TOKENS)))
-    for start in (0, CHUNK):
-        forward.run([], [], Chunk(row=0, start=start, token_ids=longer[start : start + CHUNK], ends_prompt=False))
-    last = len(longer) - 1
-    forward.run([longer[last - 1]], [last - 1], Chunk(row=1, start=0, token_ids=shorter[:-1], ends_prompt=True))
-    return forward.run([longer[last], shorter[-1]], [last, len(shorter) - 1], None)
+    last, half = len(longer) - 1, len(shorter) // 2
+    forward.run([], [], [Chunk(row=0, start=0, token_ids=longer[:CHUNK], ends_prompt=False)])
+    packed = [
+        Chunk(row=0, start=CHUNK, token_ids=longer[CHUNK : last - 1], ends_prompt=True),
+        Chunk(row=1, start=0, token_ids=shorter[:half], ends_prompt=False),
+    ]
+    forward.run([], [], packed)
+    rest = Chunk(row=1, start=half, token_ids=shorter[half:-1], ends_prompt=True)
+    forward.run([longer[last - 1]], [last - 1], [rest])
+    return forward.run([longer[last], shorter[-1]], [last, len(shorter) - 1])

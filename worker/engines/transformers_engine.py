@@ -1,7 +1,8 @@
 """The engine on transformers: continuous batching over a fixed number of slots, one forward pass per step.
 
-Each step carries one token of every sequence that decodes and one chunk of at most one prompt, so a newcomer costs the
-others no pass of its own and nobody waits longer than one chunk.
+Each step carries one token of every sequence that decodes and a chunk of the prompts that wait: several short ones, or
+the end of one and the beginning of the next. So newcomers cost the others no pass of their own, those who come together
+start together, and nobody waits longer than one chunk.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from transformers import PreTrainedModel
 
 from tasks.settings import Settings
 from worker.engines.base import Emission, EngineSequence, Logprob, Report, SequenceError
+from worker.engines.chunk_budget import ChunkBudget
 from worker.engines.forward import Chunk, ForwardPass, num_embeddings, num_logits
 from worker.engines.grammar import GrammarCompiler
 from worker.engines.kv_cache import SlotCache
@@ -31,7 +34,7 @@ from worker.model_manager import load_model
 LOADED = 0.95
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Ride:
     """A sequence in a slot.
 
@@ -39,7 +42,7 @@ class _Ride:
         token_ids: prompt and output.
         num_prompt: how many of them are the prompt.
         num_computed: how many of them have their keys and values in the cache.
-        row: of the cache; None until its prefill begins.
+        row: of the cache; None while it holds nothing of the sequence.
     """
 
     id: str
@@ -57,13 +60,14 @@ class _Ride:
 class TransformersEngine:
     """Continuous batching of a decoder-only model.
 
-    A sequence waits, then is prefilled in chunks (one sequence at a time), then decodes. Decoding sequences have rows
-    0 to n - 1 of the KV cache: where one leaves, the last takes its row.
+    A sequence waits, then is prefilled in chunks in the order of arrival, then decodes. Decoding sequences have rows
+    0 to n - 1 of the KV cache: where one leaves, the last takes its row. The prompts that a step takes along have the
+    rows behind them, and only the last of them may go on at the next step.
 
     Args:
         model: on its device, with the attention of `worker/engines/attention.py`.
         card: its context_length bounds each sequence.
-        prefill_chunk_tokens: prompt tokens computed in one step.
+        prefill_chunk_tokens: most prompt tokens computed in one step.
         governor: chooses the number of threads, on a CPU.
     """
 
@@ -79,7 +83,7 @@ class TransformersEngine:
         self._card = card
         self._tokenizer = tokenizer
         self._max_batch_size = max_batch_size
-        self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._budget = ChunkBudget(prefill_chunk_tokens)
         self._governor = governor
         self.model = model
         self._device = model.device
@@ -88,8 +92,8 @@ class TransformersEngine:
         self._grammars = GrammarCompiler(lambda: tokenizer.json, self._vocab_size, tokenizer.eos_ids)
         self.cache = SlotCache(max_batch_size, card.context_length)
         self._forward = ForwardPass(model, self.cache)
+        #: Those that don't decode yet, in the order of arrival. The first may have a part of its prompt behind it.
         self._waiting: deque[_Ride] = deque()
-        self._prefilling: _Ride | None = None
         self._decoding: list[_Ride] = []
 
     @property
@@ -102,7 +106,7 @@ class TransformersEngine:
 
     @property
     def num_free_slots(self) -> int:
-        return self._max_batch_size - len(self._riding())
+        return self._max_batch_size - len(self._decoding) - len(self._waiting)
 
     @torch.inference_mode()
     def add(self, sequence: EngineSequence) -> None:
@@ -137,36 +141,34 @@ class TransformersEngine:
         for ride in self._riding():
             if ride.id == id:
                 # Half a prompt's logits were never looked at: there may be NaNs behind.
-                self._remove(ride, is_clean=ride is not self._prefilling)
+                self._remove(ride, is_clean=ride in self._decoding)
 
     @torch.inference_mode()
     def step(self) -> list[Emission]:
         emissions = self._end_full_sequences()
         self._compact()
-        self._start_prefill()
         emissions += self._make_room()
-        if not self._decoding and self._prefilling is None:
+        chunks = self._next_chunks()
+        if not self._decoding and not chunks:
             return emissions
+        num_sequences = len(self._decoding) + len(chunks)
         started_at = time.perf_counter()
-        chunk = self._next_chunk()
         logits = self._forward.run(
-            [ride.token_ids[-1] for ride in self._decoding], [ride.num_computed for ride in self._decoding], chunk
+            [ride.token_ids[-1] for ride in self._decoding], [ride.num_computed for ride in self._decoding], chunks
         )
-        emissions += self._advance(chunk, logits)
-        if self._governor is not None and chunk is None:
-            self._governor.note(time.perf_counter() - started_at)
+        emissions += self._advance(chunks, logits)
+        self._note(num_sequences, chunks, time.perf_counter() - started_at)
         return emissions
 
     def close(self) -> None:
         self._waiting.clear()
-        self._prefilling = None
         self._decoding.clear()
         del self._forward, self.cache, self.model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _riding(self) -> list[_Ride]:
-        return [*self._decoding, *([self._prefilling] if self._prefilling else []), *self._waiting]
+        return [*self._decoding, *self._waiting]
 
     def _end_full_sequences(self) -> list[Emission]:
         """End those whose last token fills the context: nobody should have asked for another."""
@@ -174,33 +176,27 @@ class TransformersEngine:
         full = [ride for ride in self._decoding if len(ride.token_ids) >= length]
         return [self._fail(ride, _context_exceeded(len(ride.token_ids), length)) for ride in full]
 
-    def _start_prefill(self) -> None:
-        if self._prefilling is None and self._waiting:
-            self._prefilling = self._waiting.popleft()
-            self._prefilling.row = len(self._decoding)
-
     def _make_room(self) -> list[Emission]:
         """Room in the KV cache for what this step adds; where the device has none, the longest sequence ends."""
         emissions: list[Emission] = []
-        while self._decoding or self._prefilling:
-            lengths = {ride.id: len(ride.token_ids) for ride in self._decoding}
-            if self._prefilling:
-                lengths[self._prefilling.id] = self._chunk_end(self._prefilling)
-            longest = max(self._riding()[: len(lengths)], key=lambda ride: lengths[ride.id])
+        while self._decoding or self._waiting:
+            lengths = [len(ride.token_ids) for ride in self._decoding] + [chunk.end for chunk in self._next_chunks()]
+            longest = max(lengths)
             try:
-                self.cache.reserve(len(lengths), lengths[longest.id])
+                self.cache.reserve(len(lengths), longest)
                 break
             except torch.OutOfMemoryError as error:
                 message = (
-                    f"the device has no memory for {lengths[longest.id]} tokens in each of {self._max_batch_size} "
+                    f"the device has no memory for {longest} tokens in each of {self._max_batch_size} "
                     f"slots ({str(error).splitlines()[0]}): send a shorter prompt or lower CARPOOL_MAX_BATCH_SIZE"
                 )
-                emissions.append(self._fail(longest, SequenceError("engine_error", message)))
+                ride = self._riding()[lengths.index(longest)]
+                emissions.append(self._fail(ride, SequenceError("engine_error", message)))
                 self._compact()
         return emissions
 
     def _compact(self) -> None:
-        """Bring the decoding sequences into rows 0 to n - 1, in the order of the list."""
+        """Bring decoding sequences into rows 0 to n - 1, in the order of the list, and a begun prompt behind them."""
         num_decoding = len(self._decoding)
         free = sorted(set(range(num_decoding)) - {ride.row for ride in self._decoding})
         for ride in self._decoding:
@@ -210,38 +206,56 @@ class TransformersEngine:
                 self.cache.move(ride.row, target, ride.num_computed)
                 ride.row = target
         self._decoding.sort(key=lambda ride: ride.row or 0)
+        first = self._waiting[0] if self._waiting else None
+        if first is not None and first.row is not None and first.row != num_decoding:
+            self.cache.move(first.row, num_decoding, first.num_computed)
+            # Nobody has looked at its logits: there may be NaNs.
+            self.cache.clear(first.row, first.num_computed)
+            first.row = num_decoding
 
-    def _chunk_end(self, ride: _Ride) -> int:
-        return min(len(ride.token_ids), ride.num_computed + self._prefill_chunk_tokens)
+    def _next_chunks(self) -> list[Chunk]:
+        """What the next step computes of the first of `_waiting`, one chunk each: of all but the last to the end."""
+        chunks: list[Chunk] = []
+        num_tokens = 0
+        for ride in self._waiting:
+            row = len(self._decoding) + len(chunks)
+            room = self._budget.tokens(is_shared=row > 0) - num_tokens
+            if room <= 0:
+                break
+            start = ride.num_computed
+            token_ids = ride.token_ids[start : start + room]
+            chunks.append(Chunk(row, start, token_ids, ends_prompt=start + len(token_ids) == len(ride.token_ids)))
+            num_tokens += len(token_ids)
+        return chunks
 
-    def _next_chunk(self) -> Chunk | None:
-        ride = self._prefilling
-        if ride is None:
-            return None
-        assert ride.row is not None
-        start, end = ride.num_computed, self._chunk_end(ride)
-        return Chunk(ride.row, start, ride.token_ids[start:end], ends_prompt=end == len(ride.token_ids))
-
-    def _advance(self, chunk: Chunk | None, logits: torch.Tensor) -> list[Emission]:
+    def _advance(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> list[Emission]:
         """Draw the next tokens and note what the cache now holds."""
-        sampled = list(self._decoding)
-        unfinished: list[Emission] = []
         for ride in self._decoding:
             ride.num_computed += 1
-        if self._prefilling is not None and chunk is not None:
-            self._prefilling.num_computed = chunk.end
+        unfinished: list[Emission] = []
+        for chunk in chunks:
+            ride = self._waiting[0]
+            ride.row, ride.num_computed = chunk.row, chunk.end
             if chunk.ends_prompt:
-                sampled.append(self._prefilling)
-                self._decoding.append(self._prefilling)
-                self._prefilling = None
+                self._decoding.append(self._waiting.popleft())
             else:
-                unfinished.append(Emission(self._prefilling.id))
+                unfinished.append(Emission(ride.id))
+        sampled = list(self._decoding)
         if not sampled:
             return unfinished
         raw_logprobs = RawLogprobs(logits, [ride.sampling.params.logprobs for ride in sampled])
         token_ids = sample(logits, [ride.sampling for ride in sampled], [ride.num_outputs + 1 for ride in sampled])
         logprobs = raw_logprobs.of(token_ids)
         return [self._emit(*one) for one in zip(sampled, token_ids, logprobs, strict=True)] + unfinished
+
+    def _note(self, num_sequences: int, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Tell those who choose threads and chunks how long the step took. One chunk alone tells them nothing."""
+        if not chunks:
+            self._budget.note_decoding(seconds)
+            if self._governor is not None:
+                self._governor.note(seconds)
+        elif num_sequences > 1:
+            self._budget.note_shared(sum(len(chunk.token_ids) for chunk in chunks), seconds)
 
     def _emit(self, ride: _Ride, token_id: int | None, logprobs: tuple[Logprob, ...]) -> Emission:
         if ride.sampling.failure is not None:
@@ -261,14 +275,12 @@ class TransformersEngine:
         return Emission(ride.id, error=error)
 
     def _remove(self, ride: _Ride, is_clean: bool) -> None:
-        if ride is self._prefilling:
-            self._prefilling = None
-        elif ride in self._decoding:
+        if ride in self._decoding:
             self._decoding.remove(ride)
         else:
             self._waiting.remove(ride)
         if not is_clean and ride.row is not None:
-            self.cache.clear(ride.row)
+            self.cache.clear(ride.row, ride.num_computed)
         if not self._riding():
             self.cache.shrink()
 

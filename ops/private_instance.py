@@ -1,4 +1,4 @@
-"""The private instance that a soak torments: everything as a user runs it, and its processes by role."""
+"""An instance for benches and soaks alone: everything as a user runs it, in a folder of its own, on free ports."""
 
 from __future__ import annotations
 
@@ -26,29 +26,33 @@ from ops.status import spawned_children
 from ops.up import carpool_command
 from tasks.settings import PREFIX
 
-_READY_S: Final = 120.0
+#: A developer's settings would change what is measured, but the converted model may come from where they keep it.
+KEPT: Final = frozenset({"CARPOOL_CACHE_DIR"})
+#: A model's first conversion, on a machine that has other work too.
+READY_S: Final = 300.0
 _PROBE_S: Final = 0.1
 _STOP_S: Final = 60.0
 _ENDED_S: Final = 10.0
 _SHOWN_LINES: Final = 15
 
 
-class SoakInstance:
+class PrivateInstance:
     """`carpool up` in a folder of its own. It ends with the block, and with this process however that ends.
 
     Args:
-        settings: those that differ from the defaults.
+        settings: those that differ from the defaults. Those of the environment do not count.
+        purpose: a word in the folder's name.
 
     Attributes:
         folder: its files; they are removed at the end unless `keep` is set.
         left: processes that were still there after the end, and had to be killed; filled by it.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="carpool-soak-"))
+    def __init__(self, settings: Mapping[str, Any], purpose: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix=f"carpool-{purpose}-"))
         self.keep = False
         self.left: tuple[str, ...] = ()
-        self._settings = settings
+        self._settings = {"port": 0, **settings}
         self._data = DataDir(self.folder / "data")
         self._output = self.folder / "up.out"
         self._process: subprocess.Popen[bytes] | None = None
@@ -80,6 +84,13 @@ class SoakInstance:
         """Whether its supervisor lives."""
         return self._process is not None and self._process.poll() is None
 
+    def process(self, role: Role) -> psutil.Process:
+        """The first process of a role. Raises OperationError where it is gone."""
+        for identity in self.processes(role):
+            if (process := identity.process()) is not None:
+                return process
+        raise self._failed(f"its {role} has ended")
+
     def processes(self, role: Role) -> list[ProcessIdentity]:
         """The living processes of a role; of the embedded Redis the server, not its guardian."""
         if role == "redis":
@@ -104,7 +115,7 @@ class SoakInstance:
 
     def _start(self) -> None:
         environment = {f"{PREFIX}{name.upper()}": str(value) for name, value in self._settings.items()}
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name in KEPT}
         command = [*carpool_command("up"), "--data-dir", str(self._data.root)]
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
@@ -114,11 +125,11 @@ class SoakInstance:
                 stderr=subprocess.STDOUT,
                 env={**clean, **environment},
                 cwd=self.folder,
-                start_new_session=True,  # Ctrl-C is for the soak, which then ends it in order
+                start_new_session=True,  # Ctrl-C is for our caller, who then ends us in order
             )
 
     def _await_ready(self) -> None:
-        until = time.monotonic() + _READY_S
+        until = time.monotonic() + READY_S
         while time.monotonic() < until:
             if not self.runs:
                 raise self._failed("it ended before it was ready")
@@ -128,7 +139,7 @@ class SoakInstance:
                     client.get("/health/ready")
                     return
             time.sleep(_PROBE_S)  # a process of its own, which has no way to call us
-        raise self._failed(f"it was not ready within {_READY_S:g} s")
+        raise self._failed(f"it was not ready within {READY_S:g} s")
 
     def _failed(self, what: str) -> OperationError:
         return OperationError(
