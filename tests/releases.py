@@ -29,11 +29,11 @@ _PATCHES = {
     "tasks/entries.py": (
         (f"\nVERSION = {entries.VERSION}\n", f"\nVERSION = {NEXT}\n"),
     ),
-    "tasks/lua/accept.lua": (
+    "tasks/lua/acceptance.lua": (
         (
-            "  redis.call('SET', text_key(id), '')\n",
-            f"  if tonumber(version) >= {NEXT} then redis.call('HSET', record_key(id), 'origin', 'next') end\n"
-            "  redis.call('SET', text_key(id), '')\n",
+            "    redis.call('SET', text_key(id), '')\n",
+            f"    if tonumber(version) >= {NEXT} then redis.call('HSET', record_key(id), 'origin', 'next') end\n"
+            "    redis.call('SET', text_key(id), '')\n",
         ),
     ),
     "tasks/lua/claim.lua": (
