@@ -1,92 +1,137 @@
-"""Counts the tokens of prompts before they are accepted, with the tokenizers that the workers publish. No torch."""
+"""Counts the tokens of prompts and chats before they are accepted, with what the workers publish. No torch."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, ParamSpec, TypeVar
 
 import redis.asyncio
 from tokenizers import Tokenizer
 
 from tasks import keys
+from tasks.chat import Message
+from tasks.chat_template import ChatTemplate
 from tasks.codes import CarpoolError
 from tasks.registry import ModelInfo
 
+P = ParamSpec("P")
+T = TypeVar("T")
 #: A prompt has at most a token per byte, and these few that a tokenizer puts around it.
 _AROUND: Final = 16
 _KEPT: Final = 4
 
 
+@dataclass(frozen=True, slots=True)
+class _Card:
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+
+
 class TokenCounter:
-    """Refuses prompts that are known not to fit. Tokenizers work in threads of their own, never on the event loop."""
+    """Refuses prompts that are known not to fit. Tokenizers and templates work in threads of their own, never on the
+    event loop."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client = client
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="carpool-count")
-        self._tokenizers: OrderedDict[str, Tokenizer] = OrderedDict()
+        self._cards: OrderedDict[str, _Card] = OrderedDict()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def check(
-        self, model: ModelInfo | None, prompts: Sequence[str], max_tokens: int | None, *, many: bool, exact: bool = True
+        self, model: ModelInfo | None, prompts: Sequence[str], max_tokens: int | None, *, many: bool
     ) -> None:
-        """Refuse what cannot fit into the model's context.
+        """Refuse what cannot fit into the model's context. Without a card the worker's count decides later.
 
         Args:
             max_tokens: as asked for; None where the default counts, which the worker clamps to what is left.
             many: the prompts are a list in the request, so that the error names one of them.
-            exact: the prompts are all that the model sees; else (the contents of a chat) the count is a lower bound.
 
         Raises:
             CarpoolError: "context_length_exceeded" with both numbers.
         """
+        if model is None or not model.context_length or _fits_anyhow(prompts, max_tokens, model.context_length):
+            return
+        card = await self._card(model.card)
+        counts = await self._in_thread(_count, card.tokenizer, prompts) if card is not None else [1] * len(prompts)
+        for index, count in enumerate(counts):
+            if count + (max_tokens or 1) > model.context_length:
+                raise _exceeded(index if many else None, count, max_tokens, model.context_length, card is not None)
+
+    async def check_chat(
+        self,
+        model: ModelInfo | None,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
+    ) -> None:
+        """The same for a chat, whose prompt the model's template makes.
+
+        Raises:
+            CarpoolError: "context_length_exceeded" as well, "chat_template_missing", or "invalid_request" where the
+                template refuses the messages.
+        """
         if model is None or not model.context_length:
             return
-        context, wanted = model.context_length, max_tokens or 1
-        if wanted < context and max(len(prompt.encode()) for prompt in prompts) + _AROUND + wanted <= context:
+        card = await self._card(model.card)
+        if card is None:
+            await self.check(model, [""], max_tokens, many=False)
             return
-        tokenizer = await self._tokenizer(model.card)
-        counts = await self._count(tokenizer, prompts) if tokenizer is not None else [1] * len(prompts)
-        for index, count in enumerate(counts):
-            if count + wanted > context:
-                raise _exceeded(index if many else None, count, max_tokens, context, exact and tokenizer is not None)
+        prompt = await self._in_thread(card.chat_template.render, messages, tools)
+        if _fits_anyhow([prompt], max_tokens, model.context_length):
+            return
+        (count,) = await self._in_thread(_count, card.tokenizer, [prompt], add_special_tokens=False)
+        if count + (max_tokens or 1) > model.context_length:
+            raise _exceeded(None, count, max_tokens, model.context_length, True, "messages")
 
-    async def _tokenizer(self, digest: str) -> Tokenizer | None:
+    async def _card(self, digest: str) -> _Card | None:
         if not digest:
             return None
-        if digest in self._tokenizers:
-            self._tokenizers.move_to_end(digest)
-            return self._tokenizers[digest]
+        if digest in self._cards:
+            self._cards.move_to_end(digest)
+            return self._cards[digest]
         text = await self._client.get(keys.card(digest))
         if text is None:
             return None
-        loop = asyncio.get_running_loop()
-        tokenizer = await loop.run_in_executor(self._threads, _load, str(text))
-        self._tokenizers[digest] = tokenizer
-        while len(self._tokenizers) > _KEPT:
-            self._tokenizers.popitem(last=False)
-        return tokenizer
+        card = await self._in_thread(_load, str(text))
+        self._cards[digest] = card
+        while len(self._cards) > _KEPT:
+            self._cards.popitem(last=False)
+        return card
 
-    async def _count(self, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[int]:
-        def count() -> list[int]:
-            return [len(encoding.ids) for encoding in tokenizer.encode_batch_fast(list(prompts))]
-
-        return await asyncio.get_running_loop().run_in_executor(self._threads, count)
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **options))
 
 
-def _load(text: str) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(text)
+def _fits_anyhow(prompts: Sequence[str], max_tokens: int | None, context: int) -> bool:
+    """Whether no tokenizer could make too many tokens of the prompts."""
+    return max(len(prompt.encode()) for prompt in prompts) + _AROUND + (max_tokens or 1) <= context
+
+
+def _count(tokenizer: Tokenizer, prompts: Sequence[str], *, add_special_tokens: bool = True) -> list[int]:
+    encodings = tokenizer.encode_batch_fast(list(prompts), add_special_tokens=add_special_tokens)
+    return [len(encoding.ids) for encoding in encodings]
+
+
+def _load(text: str) -> _Card:
+    card = json.loads(text)
+    tokenizer = Tokenizer.from_str(card["tokenizer"])
     # both may be part of the file, and either would make a count a lie
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
+    return _Card(tokenizer, ChatTemplate.from_json(card["chat_template"]))
 
 
-def _exceeded(index: int | None, count: int, max_tokens: int | None, context: int, exact: bool) -> CarpoolError:
+def _exceeded(
+    index: int | None, count: int, max_tokens: int | None, context: int, exact: bool, field: str = "prompt"
+) -> CarpoolError:
     which = "the prompt" if index is None else f"prompt {index}"
     has = f"{which} has {count} tokens" if exact else f"{which} has at least {count} tokens"
     if max_tokens is None:
@@ -97,6 +142,6 @@ def _exceeded(index: int | None, count: int, max_tokens: int | None, context: in
             "all. Shorten the prompt or lower max_tokens"
         )
     param = (
-        ("prompt" if index is None else f"prompts[{index}]") if max_tokens is None or count >= context else "max_tokens"
+        (field if index is None else f"prompts[{index}]") if max_tokens is None or count >= context else "max_tokens"
     )
     return CarpoolError("context_length_exceeded", message, param=param)

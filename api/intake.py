@@ -191,14 +191,13 @@ class Intake:
             return ticket, await self._relay.follow(ids, ends_only=ends_only)
 
     async def _check(self, draft: Draft, model: ModelInfo | None) -> None:
-        messages = draft.messages
-        await self._counter.check(
-            model,
-            draft.prompts if messages is None else ["".join(message.text for message in messages)],
-            draft.options.max_tokens,
-            many=len(draft.prompts) > 1 or (draft.is_group and draft.copies == 1),
-            exact=messages is None,
-        )
+        options = draft.options
+        if draft.messages is not None:
+            tools = (options.tools or ()) if options.offers_tools else ()
+            await self._counter.check_chat(model, draft.messages, tools, options.max_tokens)
+            return
+        many = len(draft.prompts) > 1 or (draft.is_group and draft.copies == 1)
+        await self._counter.check(model, draft.prompts, options.max_tokens, many=many)
 
     async def _accept(self, draft: Draft, alias: str, id: str) -> Ticket:
         accepted, durable = await self._record(self._acceptance(draft, alias, id))

@@ -18,7 +18,7 @@
 | `{carpool}:b:<id>:lock` string | who serves a batch | API | seconds, renewed |
 | `{carpool}:batches`, `{carpool}:batches:live` zsets | batches by time; those that have not ended | batches' scripts | as the longest batch |
 | `{carpool}:w:<incarnation>` hash, `{carpool}:ws:<pool>` zset | a worker's heartbeat; the workers of a pool | heartbeat | five heartbeats |
-| `{carpool}:card:<hash>` string | a tokenizer for the API to count with | worker | an hour after the last heartbeat |
+| `{carpool}:card:<hash>` string | a tokenizer and a chat template, for the API to count with | worker | an hour after the last heartbeat |
 | `{carpool}:tick`, `{carpool}:grace`, `{carpool}:reaper` | last look of the reaper; end of grace; its lock | reaper | minutes |
 | `celery-task-meta-<id>` string | Celery's result record | claim, terminal | as the record |
 | `{carpool}:versions` zset | versions that living processes read, when last heard | keeper | two minutes |

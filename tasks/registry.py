@@ -12,6 +12,7 @@ import redis
 import redis.asyncio
 
 from tasks import keys
+from tasks.chat_template import ChatTemplate
 from tasks.redis_clients import write_even_when_full
 
 CARD_TTL_S = 3600
@@ -117,11 +118,12 @@ def parse_models(raw: Mapping[Any, Any]) -> dict[str, ModelInfo]:
     }
 
 
-def publish_card(client: redis.Redis, tokenizer_json: str) -> str:
-    """Store a tokenizer for the API to count with; returns its key. Called again, it keeps it for another while."""
-    digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()[:24]
+def publish_card(client: redis.Redis, tokenizer_json: str, chat_template: ChatTemplate) -> str:
+    """Store what the API counts with; returns its key. Called again, it keeps it for another while."""
+    card = json.dumps({"tokenizer": tokenizer_json, "chat_template": chat_template.to_json()}, ensure_ascii=False)
+    digest = hashlib.sha256(card.encode()).hexdigest()[:24]
     if not client.expire(keys.card(digest), CARD_TTL_S):
-        write_even_when_full(client, "SET", keys.card(digest), tokenizer_json, "EX", CARD_TTL_S)
+        write_even_when_full(client, "SET", keys.card(digest), card, "EX", CARD_TTL_S)
     return digest
 
 

@@ -12,7 +12,6 @@ import openai
 
 from tests.api_server import BOUND_S, ApiServer
 from tests.service import simulated_text
-from worker.simulation import render_chat
 
 
 @contextmanager
@@ -33,7 +32,8 @@ def _defaults(api: ApiServer) -> dict[str, Any]:
 
 def chat_text(messages: Sequence[tuple[str, str]], seed: int, tokens: int) -> str:
     """What the simulated engine answers to (role, text) messages, computed apart from it."""
-    return simulated_text(render_chat(messages), seed, tokens)
+    prompt = "".join(f"{role}: {text}\n" for role, text in messages) + "assistant:"
+    return simulated_text(prompt, seed, tokens)
 
 
 def raw_events(response: httpx2.Response) -> list[tuple[str, str]]:

@@ -10,9 +10,10 @@ import pytest
 from transformers import GenerationConfig
 
 from tasks.chat import Message
+from tasks.chat_template import ChatTemplate, conversation, knows_tools
+from tasks.codes import CarpoolError
 from tests.tiny_models import CHAT_TEMPLATE, save_tokenizer
 from worker.engines.base import SequenceError
-from worker.engines.chat_template import conversation, knows_tools
 from worker.engines.transformers_tokenizer import TransformersTokenizer
 
 TOOL: Final[dict[str, Any]] = {
@@ -122,6 +123,37 @@ def test_a_template_that_trips_over_a_turn_refuses_the_chat_and_nothing_more(tmp
     with pytest.raises(SequenceError, match="refuses messages of assistant") as caught:
         tokenizer.encode_chat(chat(turn))
     assert caught.value.code == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TOOLS_TEMPLATE,
+        CHAT_TEMPLATE,
+        "{{ bos_token }}{% for message in messages %}\n  {%- if loop.first %}x{% continue %}{% endif %}\n"
+        "  {% generation %}{{ message['content'] | trim }}{% endgeneration %}{{ eos_token }}\n{% endfor %}\n\n",
+        "{{ strftime_now('%Y') }}{{ messages | tojson(indent=2) }}{{ tools is none }}{{ documents is none }}",
+    ],
+    ids=["tools", "plain", "tags and white space", "globals and filters"],
+)
+def test_a_template_gives_what_transformers_makes_of_it(tmp_path: Path, template: str) -> None:
+    fast = save_tokenizer(tmp_path)
+    fast.chat_template = template
+    messages = chat(QUESTION, {"role": "assistant", "content": " <b>2</b> ü "}, QUESTION)
+    ours = TransformersTokenizer(fast, GenerationConfig()).chat_template  # type: ignore[no-untyped-call]
+    theirs = fast.apply_chat_template(
+        [message.model_dump(include={"role", "content"}) for message in messages],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert ours.render(messages) == theirs
+    assert ChatTemplate.from_json(ours.to_json()) == ours
+
+
+def test_a_template_is_kept_in_its_sandbox() -> None:
+    template = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(CarpoolError, match="refuses messages of user"):
+        template.render(chat(QUESTION))
 
 
 def test_arguments_that_were_cut_short_stay_the_text_that_they_are() -> None:

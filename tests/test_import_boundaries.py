@@ -13,7 +13,7 @@ import pytest
 import tasks
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ("torch", "transformers", "vllm", "accelerate", "safetensors", "gguf", "llguidance", "jinja2")
+HEAVY = ("torch", "transformers", "vllm", "accelerate", "safetensors", "gguf", "llguidance")
 
 TORCH_FREE = {
     "the contract": tuple(f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)),

@@ -388,7 +388,7 @@ class LLMEngine:
 
     def _register(self, card: ModelCard) -> None:
         if card.tokenizer_json:
-            self._card_key = publish_card(self._client, card.tokenizer_json)
+            self._card_key = publish_card(self._client, card.tokenizer_json, card.chat_template)
         info = ModelInfo(
             self._settings.pool,
             card.model,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tasks.chat import Message
+from tasks.chat_template import NO_CHAT_TEMPLATE, ChatTemplate
 from tasks.entries import TokenLogprob
 from tasks.job_request import SamplingParams
 
@@ -76,6 +77,7 @@ class ModelCard:
         fingerprint: hash over model, revision, tokenizer and engine: equal where a job can go on at its position.
         context_length: most tokens of prompt and completion together.
         tokenizer_json: content of tokenizer.json, with which the API counts; None where there is none.
+        chat_template: with which it counts chats.
         memory_bytes: size of the weights on the device.
     """
 
@@ -86,7 +88,7 @@ class ModelCard:
     fingerprint: str
     context_length: int
     tokenizer_json: str | None = None
-    chat_template: str | None = None
+    chat_template: ChatTemplate = NO_CHAT_TEMPLATE
     memory_bytes: int = 0
 
 

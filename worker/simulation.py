@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -115,11 +114,6 @@ def completion_ids(prompt: str, seed: int, max_tokens: int) -> list[int]:
 def completion(prompt: str, seed: int, max_tokens: int) -> str:
     """The text that belongs to `completion_ids`."""
     return "".join(map(token_text, completion_ids(prompt, seed, max_tokens)))
-
-
-def render_chat(messages: Iterable[tuple[str, str]]) -> str:
-    """The prompt of a chat: a line `role: text` for each message, then the assistant's turn, opened."""
-    return "".join(f"{role}: {text}\n" for role, text in messages) + "assistant:"
 
 
 def prompt_ids(prompt: str) -> list[int]:

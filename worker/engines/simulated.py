@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from tasks.chat import Message
+from tasks.chat_template import ChatTemplate
 from tasks.settings import Settings
 from worker import simulation
 from worker.engines.base import Emission, EngineSequence, Logprob, Report, SequenceError
@@ -37,6 +38,10 @@ _TOKENIZER_JSON = json.dumps(
 _NO_GRAMMAR = "the simulated engine has no grammar, so {} can't be had: leave it out, or use a worker with a model"
 #: Longest slice of a prefill where a step takes no time that could bound it.
 PREFILL_SLICE_S = 0.02
+#: A line `role: text` for each message, then the assistant's turn, opened.
+_CHAT_TEMPLATE: Final = ChatTemplate(
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
 
 
 class SimulatedTokenizer:
@@ -54,7 +59,7 @@ class SimulatedTokenizer:
     ) -> tuple[str, list[int]]:
         if tools:
             raise SequenceError("unsupported_field", _NO_GRAMMAR.format("tools"))
-        prompt = simulation.render_chat((message.role, message.text_with_calls) for message in messages)
+        prompt = _CHAT_TEMPLATE.render(messages)
         return prompt, simulation.prompt_ids(prompt)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -166,6 +171,7 @@ def load(settings: Settings, report: Report) -> SimulatedEngine:
         fingerprint=simulation.VERSION,
         context_length=settings.simulated_context_length,
         tokenizer_json=_TOKENIZER_JSON,
+        chat_template=_CHAT_TEMPLATE,
     )
     return SimulatedEngine(
         card,

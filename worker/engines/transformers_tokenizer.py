@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from tasks.chat import Message
+from tasks.chat_template import ChatTemplate
+from tasks.codes import CarpoolError
 from worker.engines.base import SequenceError
-from worker.engines.chat_template import conversation
 from worker.engines.token_bytes import TokenBytes
 
 
@@ -25,16 +25,16 @@ class TransformersTokenizer:
         self._tokenizer = tokenizer
         self._eos_ids = _eos_ids(tokenizer, generation_config)
         self._token_bytes = TokenBytes(tokenizer)
+        self._chat_template = _chat_template(tokenizer)
 
     @property
     def eos_ids(self) -> frozenset[int]:
         return self._eos_ids
 
     @property
-    def chat_template(self) -> str | None:
-        """The template for messages without tools; None where the model has none."""
-        template: str | dict[str, str] | None = self._tokenizer.chat_template
-        return template.get("default") if isinstance(template, dict) else template
+    def chat_template(self) -> ChatTemplate:
+        """The model's templates, if it has any."""
+        return self._chat_template
 
     @property
     def json(self) -> str | None:
@@ -56,38 +56,27 @@ class TransformersTokenizer:
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[str, list[int]]:
-        template = self._template_for(tools)
-        if template is None:
-            raise SequenceError(
-                "chat_template_missing", "this model has no chat template: send a prompt instead of messages"
-            )
-        turns, shown_tools = conversation(messages, tools, template)
         try:
-            prompt = self._tokenizer.apply_chat_template(
-                turns, tools=shown_tools, chat_template=template, tokenize=False, add_generation_prompt=True
-            )
-        # A template is foreign code; one that trips over a turn must not take the process along.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            roles = ", ".join(turn["role"] for turn in turns)
-            raise SequenceError(
-                "invalid_request", f"the model's chat template refuses messages of {roles}: {error}"
-            ) from error
+            prompt = self._chat_template.render(messages, tools)
+        except CarpoolError as error:
+            raise SequenceError(error.code.name, error.message) from error
         # The template has written the special tokens already.
         ids: list[int] = self._tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-        return str(prompt), ids
+        return prompt, ids
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._token_bytes.of(token_id)
 
-    def _template_for(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
-        """A model may have a template of its own for tools."""
-        templates: str | dict[str, str] | None = self._tokenizer.chat_template
-        if tools and isinstance(templates, dict) and "tool_use" in templates:
-            return templates["tool_use"]
-        return self.chat_template
-
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _chat_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    templates: str | dict[str, str] | None = tokenizer.chat_template
+    special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    if isinstance(templates, dict):
+        return ChatTemplate(templates.get("default"), templates.get("tool_use"), special_tokens)
+    return ChatTemplate(templates, special_tokens=special_tokens)
 
 
 def _eos_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig) -> frozenset[int]:
