@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from redis.exceptions import AuthenticationError, AuthorizationError, ConnectionError, RedisError, TimeoutError
 
 from api.app import create_app
-from api.http_protocol import http_protocol
+from api.http_protocol import MAX_HEAD_BYTES, http_protocol
 from api.safety import is_loopback
 from api.service import Service
 from tasks.codes import CarpoolError
@@ -130,6 +130,7 @@ def server_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
         port=settings.port,
         loop="uvloop",
         http=http_protocol(settings),
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ws="none",
         lifespan="on",
         log_config=None,

@@ -24,6 +24,7 @@ CODES: Final[dict[str, Code]] = {
         Code("invalid_request", 422, _INVALID),
         Code("unsupported_field", 422, _INVALID),
         Code("invalid_json", 400, _INVALID),
+        Code("invalid_http", 400, _INVALID),
         Code("context_length_exceeded", 400, _INVALID),
         Code("chat_template_missing", 400, _INVALID),
         Code("eta_unsupported", 400, _INVALID),

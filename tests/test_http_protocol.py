@@ -15,6 +15,7 @@ from tests.test_api_server import BOUND_S, api_process
 
 RECEIVE_S = 1.0
 HEAD = b"HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+CHUNKED = b"POST /jobs " + HEAD + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +42,13 @@ def _answer(connection: socket.socket) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("start", "piece"),
     [
+        (CHUNKED + b"0\r\n", b"X-More: " + b"x" * 8000 + b"\r\n"),
+        (CHUNKED + b"1;", b"x" * 8000),
         (b"GET / " + HEAD, b"X-More: " + b"x" * 8000 + b"\r\n"),
         (b"GET / " + HEAD + b"X-Long: ", b"x" * 8000),
         (b"GET /", b"x" * 8000),
     ],
-    ids=["many headers", "a long header", "a long address"],
+    ids=["trailers", "a chunk's extension", "many headers", "a long header", "a long address"],
 )
 def test_an_endless_head_is_refused_and_takes_no_memory(
     server: tuple[int, psutil.Process], start: bytes, piece: bytes
@@ -138,3 +141,67 @@ def test_requests_one_after_the_other_have_their_time_each(server: tuple[int, ps
                 received += piece
             assert received.startswith(b"HTTP/1.1 200")
             pause.wait(1.2 * RECEIVE_S)  # between requests a connection may be silent
+
+
+def _post(body: bytes, *headers: bytes) -> bytes:
+    lines = (b"Content-Type: application/json", b"Content-Length: %d" % len(body), *headers)
+    return b"POST /jobs " + HEAD + b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def _read_one(connection: socket.socket) -> tuple[int, bytes]:
+    """Status and body of the next answer on a connection that stays open."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += connection.recv(1)
+    head = received.lower()
+    length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    body = b""
+    while len(body) < length:
+        body += connection.recv(length - len(body))
+    return int(received.split()[1]), body
+
+
+def test_an_offer_of_another_protocol_costs_no_body_and_no_connection(server: tuple[int, psutil.Process]) -> None:
+    offer = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk")
+    with _connect(server[0]) as connection:
+        connection.sendall(_post(b'{"prompt": "a", "max_tokens": 1}', *offer))
+        status, body = _read_one(connection)
+        assert (status, json.loads(body)["status"]) == (202, "queued")
+        connection.sendall(_post(b'{"prompt": "b", "max_tokens": 1}'))
+        assert _read_one(connection)[0] == 202
+
+
+def test_what_stands_behind_a_request_does_not_touch_its_answer(server: tuple[int, psutil.Process]) -> None:
+    request = _post(b'{"prompt": "a", "max_tokens": 1}')
+    too_long = b"GET /x " + b"y" * 70_000
+    for behind, expected in ((b"no HTTP at all\r\n\r\n", "invalid_http"), (too_long, "head_too_large")):
+        with _connect(server[0]) as connection:
+            connection.sendall(request + behind)
+            assert _read_one(connection)[0] == 202
+            assert _answer(connection)[1]["code"] == expected
+    with _connect(server[0]) as connection:
+        connection.sendall(request + b"GET /half")
+        assert _read_one(connection)[0] == 202
+        assert _answer(connection)[1]["code"] == "request_timeout"
+    with _connect(server[0]) as connection:
+        connection.sendall(request * 5)
+        assert [_read_one(connection)[0] for _ in range(5)] == [202] * 5
+
+
+def test_what_is_no_http_gets_an_error_like_all_others(server: tuple[int, psutil.Process]) -> None:
+    for request in (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / " + HEAD + b"Host: two\r\n\r\n"):
+        with _connect(server[0]) as connection:
+            connection.sendall(request)
+            status, error = _answer(connection)
+            assert (status, error["code"]) == (400, "invalid_http")
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(server: tuple[int, psutil.Process]) -> None:
+    with _connect(server[0]) as connection:
+        connection.sendall(b"GET /health/live HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert json.loads(body) == {"status": "live"}
