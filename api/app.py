@@ -34,6 +34,8 @@ class _Application(FastAPI):
             if path.startswith("/v1/"):
                 for operation in operations.values():
                     operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            described["components"]["schemas"].pop(name, None)
         return described
 
 

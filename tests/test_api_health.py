@@ -96,6 +96,19 @@ def test_the_documentation_shows_every_endpoint_and_our_own_shape_of_errors(clie
         "/health/live",
         "/health/accepting",
         "/health/ready",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/responses/{id}",
+        "/v1/responses/{id}/cancel",
+        "/v1/files",
+        "/v1/files/{id}",
+        "/v1/files/{id}/content",
+        "/v1/batches",
+        "/v1/batches/{id}",
+        "/v1/batches/{id}/cancel",
     }
     assert "HTTPValidationError" not in document["components"]["schemas"]
     schema = document["paths"]["/jobs"]["post"]["responses"]["422"]["content"]["application/json"]["schema"]
