@@ -48,7 +48,13 @@ def test_every_key_of_the_ledger_is_in_the_table_of_keys() -> None:
         keys.text("<id>"),
         keys.group("<id>"),
         keys.attached("<id>"),
+        keys.file("<id>"),
+        keys.file_chunk("<id>", 0).replace("0", "<n>"),
+        keys.batch("<id>"),
+        keys.batch_open("<id>"),
+        keys.batch_lock("<id>"),
     ):
         assert f"`{example}`" in table
-    for constant in (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA, keys.VERSIONS):
+    shared = (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA, keys.VERSIONS)
+    for constant in (*shared, keys.FILES, keys.FILES_UNTIL, keys.FILES_BYTES, keys.BATCHES, keys.BATCHES_LIVE):
         assert f"`{constant}`" in table

@@ -108,11 +108,11 @@ def test_servers_that_take_a_batch_from_each_other_write_each_answer_once(
             ApiProcess(service.settings, tmp_path),
             client_of(first) as client,
         ):
-            batch = submit(client, [chat_line(i) for i in range(150)])
+            batch = submit(client, [chat_line(i) for i in range(80)])
             thief = threading.Thread(target=steal_locks)
             thief.start()
             try:
-                assert_whole(client, batch.id, 150)
+                assert_whole(client, batch.id, 80)
             finally:
                 over.set()
                 thief.join()

@@ -349,6 +349,16 @@ def test_a_batch_waits_behind_a_job_that_comes_later(settings: Settings, owner: 
         client.batches.cancel(batch.id)
 
 
+def test_a_process_serves_what_no_other_does(
+    settings: Settings, owner: ScriptedOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.batches.runner._MAX_SERVED", 1)
+    with running_api(settings) as first, running_api(settings), openai_client(first) as client:
+        batches = [submit(client, [chat_line(i)]) for i in range(2)]
+        for batch in batches:
+            eventually(f"{batch.id} begins", lambda batch=batch: client.batches.retrieve(batch.id).in_progress_at)  # type: ignore[misc]
+
+
 def test_while_the_server_is_full_answers_are_written_and_no_line_is_taken(
     redis_url: str, redis_client: redis.Redis
 ) -> None:

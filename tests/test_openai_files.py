@@ -190,7 +190,9 @@ def test_a_file_and_all_files_together_have_their_bounds(redis_url: str, redis_c
         client.files.create(file=b"x" * 500_000, purpose="batch")
 
 
-def test_an_upload_whose_client_leaves_leaves_nothing(redis_url: str, redis_client: redis.Redis) -> None:
+def test_an_upload_whose_client_leaves_leaves_nothing(
+    redis_url: str, redis_client: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
     with running_api(Settings(redis_url=redis_url, engine="simulated")) as api:
         host, port = api.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
@@ -200,6 +202,7 @@ def test_an_upload_whose_client_leaves_leaves_nothing(redis_url: str, redis_clie
             until(lambda: total_bytes(redis_client) >= 512 * 1024)
         until(lambda: total_bytes(redis_client) == 0)
         assert list(redis_client.scan_iter(f"{keys.PREFIX}f:*")) == []
+    assert "request_failed" not in capsys.readouterr().out
 
 
 def test_the_cap_is_told_with_its_number_and_what_to_do(redis_url: str) -> None:

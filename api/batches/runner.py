@@ -77,26 +77,27 @@ class BatchRunner:
 
     async def _run(self) -> None:
         while not self._service.stopping.is_set():
+            self._wanted.clear()
             try:
                 live = await self._service.client.zrange(keys.BATCHES_LIVE, 0, -1)
+                await self._serve_some([str(id) for id in live])
             except RedisError as error:
                 _log.debug("batches_wait_for_redis", error=str(error))
-            else:
-                self._serve_some([str(id) for id in live])
-            self._wanted.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):
                     await self._wanted.wait()
 
-    def _serve_some(self, live: list[str]) -> None:
+    async def _serve_some(self, live: list[str]) -> None:
+        """Serve what no other process does, as far as there is room."""
         now = asyncio.get_running_loop().time()
         self._not_before = {id: at for id, at in self._not_before.items() if at > now}
         for id in live:
             if len(self._served) >= _MAX_SERVED:
                 return
-            if id not in self._served and id not in self._not_before:
-                self._served[id] = task = asyncio.create_task(self._serve(id), name=f"carpool-{id}")
-                task.add_done_callback(partial(self._ended, id))
+            if id in self._served or id in self._not_before or not await self._takes_lock(id):
+                continue
+            self._served[id] = task = asyncio.create_task(self._serve(id), name=f"carpool-{id}")
+            task.add_done_callback(partial(self._ended, id))
 
     def _ended(self, id: str, task: asyncio.Task[None]) -> None:
         del self._served[id]
@@ -109,22 +110,17 @@ class BatchRunner:
 
     async def _serve(self, id: str) -> None:
         try:
-            if not await self._takes_lock(id):
-                return
-            try:
-                with await self._service.relay.follow([id], ends_only=True) as feed:
-                    while not self._service.stopping.is_set() and await self._keeps_lock(id):
-                        state = await self._service.ledger.run(self.calls.look_at_batch(id))
-                        if state is None or state.ended:
-                            return
-                        if not await self._turn(id, state):
-                            await feed.wait(_TURN_S)
-                        feed.lost.clear()
-                        feed.entries.clear()
-                        # what ends within this time is written together: a turn costs as much for one line as for ten
-                        await asyncio.sleep(_PAUSE_S)
-            finally:
-                await self._frees_lock(id)
+            with await self._service.relay.follow([id], ends_only=True) as feed:
+                while not self._service.stopping.is_set() and await self._keeps_lock(id):
+                    state = await self._service.ledger.run(self.calls.look_at_batch(id))
+                    if state is None or state.ended:
+                        return
+                    if not await self._turn(id, state):
+                        await feed.wait(_TURN_S)
+                    feed.lost.clear()
+                    feed.entries.clear()
+                    # what ends within this time is written together: a turn costs as much for one line as for ten
+                    await asyncio.sleep(_PAUSE_S)
         except RedisError as error:
             # the next look for batches takes it up again
             _log.warning("batch_waits_for_redis", batch=id, error=str(error))
@@ -132,6 +128,8 @@ class BatchRunner:
             if error.code.status != 503:
                 raise
             _log.warning("batch_waits_for_redis", batch=id, error=error.message)
+        finally:
+            await self._frees_lock(id)
 
     async def _turn(self, id: str, state: BatchState) -> bool:
         """One step on. False where there was nothing to do."""

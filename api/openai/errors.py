@@ -40,13 +40,13 @@ def retry_header(error: CarpoolError, request: Request) -> dict[str, str]:
 
 @contextmanager
 def naming(prompt: str, max_tokens: str = "max_tokens") -> Iterator[None]:
-    """Give errors the names that an endpoint's fields have: the machinery below knows prompts and max_tokens."""
+    """Give errors the names of an endpoint's fields: the machinery below knows prompts, messages and max_tokens."""
     try:
         yield
     except CarpoolError as error:
         if error.param == "max_tokens":
             error.param = max_tokens
-        elif error.param == "prompt":
+        elif error.param in ("prompt", "messages"):
             error.param = prompt
         elif error.param is not None and error.param.startswith("prompts["):
             index = error.param.removeprefix("prompts")

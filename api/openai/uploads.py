@@ -8,7 +8,9 @@ from typing import Final
 from fastapi import Request
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect
 
+from api.errors import ClientLeft
 from tasks.codes import CarpoolError
 
 _MAX_FIELD_BYTES: Final = 1024
@@ -67,15 +69,18 @@ class UploadForm:
 
         Raises:
             CarpoolError: the body is no such form; what `write` raises.
+            ClientLeft: so did the client, before the end of the body.
         """
-        async for data in request.stream():
-            try:
+        try:
+            async for data in request.stream():
                 self._parser.write(data)
-            except MultipartParseError as error:
-                raise _broken(str(error)) from None
-            if self._file:
-                await write(bytes(self._file))
-                self._file.clear()
+                if self._file:
+                    await write(bytes(self._file))
+                    self._file.clear()
+        except MultipartParseError as error:
+            raise _broken(str(error)) from None
+        except ClientDisconnect:
+            raise ClientLeft from None
         if not self._has_ended:
             raise _broken("it ends before its last boundary")
 
