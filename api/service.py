@@ -191,7 +191,9 @@ class Service:
 
 def job_not_found(id: str) -> CarpoolError:
     """No such job, or no longer."""
-    return CarpoolError("job_not_found", f"there is no job {id[:128]!r}: it never was, or its time to live is over")
+    return CarpoolError(
+        "job_not_found", f"there is no job {id[:128]!r}: it never was, was deleted, or is kept no longer"
+    )
 
 
 def service_of(request: Request) -> Service:

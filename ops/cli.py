@@ -220,7 +220,11 @@ def status(as_json: JsonOption = False, data_dir: DataDirOption = None, redis_ur
     data = DataDir(settings.data_dir.expanduser().absolute())
     run = RunFile.read(data.run_file)
     if run is None and "redis_url" not in settings.model_fields_set:
-        typer.echo("[]" if as_json else f"No instance runs in {data.root}.")
+        typer.echo(
+            "[]"
+            if as_json
+            else f"No instance runs in {data.root}. Start one with: carpool up; or name one with --data-dir"
+        )
         raise typer.Exit(ExitCode.NOT_RUNNING)
     if run is not None:
         settings = settings.model_copy(update={"redis_url": run.redis_url})

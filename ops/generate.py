@@ -10,6 +10,14 @@ from ops.client import ApiClient
 from ops.errors import ExitCode, OperationError
 
 
+def _tell_of_wait(client: ApiClient) -> None:
+    """Say what the job waits for, where no worker is ready."""
+    try:
+        client.get("/health/ready")
+    except OperationError as error:
+        sys.stderr.write(f"{error.cause}\n")
+
+
 def generate(client: ApiClient, body: Mapping[str, Any], write: Callable[[str], None]) -> ExitCode:
     """Submit a job and write its text as it comes. Ctrl-C cancels the job.
 
@@ -21,6 +29,7 @@ def generate(client: ApiClient, body: Mapping[str, Any], write: Callable[[str], 
     """
     job_id = str(client.post("/jobs", body)["id"])
     try:
+        _tell_of_wait(client)
         end = client.stream(job_id, write)
     except KeyboardInterrupt:
         client.post(f"/jobs/{job_id}/cancel")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,9 +46,14 @@ def list_jobs(
     if not jobs:
         typer.echo("No jobs.")
         return
-    fields = ("id", "status", "model", "created_at", "finish_reason")
-    rows = [[str(job.get(field) or "") for field in fields] for job in jobs]
-    typer.echo(table(["ID", "STATUS", "MODEL", "CREATED (UTC)", "FINISH"], rows))
+    rows = [
+        [job["id"], job["status"], job["model"], _time(job["created_at"]), job["finish_reason"] or "-"] for job in jobs
+    ]
+    typer.echo(table(["ID", "STATUS", "MODEL", "CREATED (UTC)", "FINISH REASON"], rows))
+
+
+def _time(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 @jobs_app.command("show")

@@ -121,6 +121,11 @@ def queue(pool: str) -> str:
     return f"carpool.{pool}"
 
 
+def celery_result(id: str) -> str:
+    """Celery's own record of a task's result, and the channel on which it is published."""
+    return f"celery-task-meta-{id}"
+
+
 def channel(db: int, id: str) -> str:
     """Where a job's log entries are published."""
     return f"{PREFIX}{db}:c:{id}"

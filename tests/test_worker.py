@@ -212,6 +212,15 @@ def test_a_deadline_ends_a_riding_job_and_keeps_its_text(slow_service: Service) 
 # --- Celery ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("id", ["a/b", "ä", "x" * 200, "-begins wrong"])
+def test_a_task_whose_id_cannot_be_a_job_s_is_told_so(service: Service, id: str) -> None:
+    service.worker()
+    result = service.celery.send_task("carpool.generate", kwargs={"prompt": "native", "max_tokens": 4}, task_id=id)
+    with pytest.raises(JobFailed, match="cannot be a job's"):
+        result.get(timeout=20)
+    assert result.state == "FAILURE"
+
+
 def test_a_task_sent_with_plain_celery_runs_and_is_a_job(service: Service) -> None:
     service.worker()
     result = service.celery.send_task("carpool.generate", kwargs={"prompt": "native", "max_tokens": 4, "seed": 3})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -26,6 +28,7 @@ def accept_native(ledger: SyncLedger, delivery: Delivery, settings: Settings) ->
     A task that cannot be run becomes a job that has failed, so that whoever sent it is told.
     """
     if not _ID.fullmatch(delivery.id):
+        _refuse_id(ledger, delivery.id, settings)
         return False
     request, error = _read(delivery)
     pool = choose_model(request.model, parse_models(ledger.client.hgetall(keys.MODELS)).values(), settings.pool)
@@ -41,6 +44,29 @@ def accept_native(ledger: SyncLedger, delivery: Delivery, settings: Settings) ->
         ledger.run(ledger.calls.fail(delivery.id, error.body()))
         return False
     return pool == settings.pool
+
+
+def _refuse_id(ledger: SyncLedger, id: str, settings: Settings) -> None:
+    """Tell who waits for the task: as Celery's own record, since there can be no job of that id."""
+    message = (
+        f"the task id {id[:128]!r} cannot be a job's: take letters, digits, '.', '_' and '-', at most 128 of them, or "
+        "let Celery choose one"
+    )
+    record: dict[str, Any] = {
+        "status": "FAILURE",
+        "result": {
+            "exc_type": "JobFailed",
+            "exc_message": [message, "invalid_request", id],
+            "exc_module": "tasks.codes",
+        },
+        "traceback": None,
+        "children": [],
+        "date_done": datetime.datetime.now(datetime.UTC).isoformat(),
+        "task_id": id,
+    }
+    data = json.dumps(record)
+    ledger.client.set(keys.celery_result(id), data, px=round(settings.retention_s * 1000))
+    ledger.client.publish(keys.celery_result(id), data)
 
 
 def _read(delivery: Delivery) -> tuple[JobRequest, CarpoolError | None]:

@@ -113,7 +113,9 @@ def _check_created(verdict: str, found: str) -> None:
 
 
 def _not_found(id: str) -> CarpoolError:
-    return CarpoolError("batch_not_found", f"there is no batch {id[:128]!r}: it never was, or its time to live is over")
+    return CarpoolError(
+        "batch_not_found", f"there is no batch {id[:128]!r}: it never was, was deleted, or is kept no longer"
+    )
 
 
 async def _read(service: Service, id: str) -> dict[str, Any]:

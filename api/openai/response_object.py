@@ -125,7 +125,7 @@ async def load(service: Service, id: str) -> Stored:
     found = await service.client.hmget(keys.record(id), ["request", "input"]) if view is not None else []
     if view is None or not all(found):
         raise CarpoolError(
-            "job_not_found", f"there is no response {id[:128]!r}: it never was, or its time to live is over"
+            "job_not_found", f"there is no response {id[:128]!r}: it never was, was deleted, or is kept no longer"
         )
     request = json.loads(str(found[0]))["response"]
     turns = [Message.from_record(turn) for turn in json.loads(str(found[1]))["messages"]]
