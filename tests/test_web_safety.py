@@ -135,7 +135,7 @@ def test_an_origin_that_the_settings_name_may_call_and_read_our_headers(redis_ur
         ask = {
             "Origin": "https://page.example",
             "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "content-type,idempotency-key",
+            "Access-Control-Request-Headers": "authorization,content-type,idempotency-key,x-stainless-lang",
         }
         preflight = client.options("/jobs", headers=ask)
         assert preflight.status_code == 200
