@@ -128,7 +128,7 @@ def server_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
         app,
         host=settings.host,
         port=settings.port,
-        loop="uvloop",
+        loop="asyncio",
         http=http_protocol(settings),
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ws="none",
