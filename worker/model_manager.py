@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils.tqdm import disable_progress_bars
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -21,8 +16,8 @@ from tasks.settings import Settings
 from worker.engines import prepacked
 from worker.engines.attention import ATTENTION_NAME, register
 from worker.engines.base import EngineError, Report
-from worker.engines.gguf_conversion import convert, converted_folder
-from worker.engines.model_source import ModelSource, content_hash, find_model
+from worker.engines.model_source import find_model
+from worker.engines.pretrained import files_of, fingerprint, from_pretrained, identity_of
 from worker.engines.transformers_tokenizer import TransformersTokenizer
 from worker.messages import ModelCard
 
@@ -61,17 +56,17 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
     dtype = choose_dtype(settings.dtype, device)
     share_processors(settings.workers, device)
     source = find_model(settings.model)
-    folder, done = _unpacked(source, settings, dtype, report)
+    folder, done = files_of(source, settings, dtype, report)
 
     verb = "loading" if source.hub_name is None else "fetching and loading"
     report(f"{verb} the tokenizer", done)
-    config = _config(folder, settings)
+    config: PreTrainedConfig = from_pretrained(AutoConfig, folder, settings)
     check_architecture(config, settings.model)
     context_length = find_context_length(config, settings.model)
-    pretrained_tokenizer = _load(AutoTokenizer, folder, settings)
+    pretrained_tokenizer = from_pretrained(AutoTokenizer, folder, settings)
     report(f"{verb} the weights", done + 0.2 * (1 - done))
     register()
-    model = _load(AutoModelForCausalLM, folder, settings, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    model = from_pretrained(AutoModelForCausalLM, folder, settings, dtype=dtype, attn_implementation=ATTENTION_NAME)
     if not model._supports_attention_backend:
         raise EngineError(
             f"model {settings.model!r} ({type(model).__name__}) has an attention of its own, which this engine can't "
@@ -84,16 +79,14 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
 
     tokenizer = TransformersTokenizer(pretrained_tokenizer, model.generation_config)
     dtype_name = str(dtype).removeprefix("torch.")
-    tokenizer_json = tokenizer.json
-    vocabulary = tokenizer_json or str(sorted(pretrained_tokenizer.get_vocab().items()))
     card = ModelCard(
         model=settings.pool,
         engine=ENGINE,
         device=str(device),
         dtype=dtype_name,
-        fingerprint=_fingerprint(_identity(source, settings), vocabulary, dtype_name),
+        fingerprint=fingerprint(identity_of(source, settings), tokenizer.vocabulary, ENGINE, dtype_name),
         context_length=context_length,
-        tokenizer_json=tokenizer_json,
+        tokenizer_json=tokenizer.json,
         chat_template=tokenizer.chat_template,
         memory_bytes=_memory_bytes(model),
     )
@@ -200,52 +193,6 @@ def find_context_length(config: PreTrainedConfig, model: str) -> int:
     return min(limit for limit in limits if isinstance(limit, int) and limit > 0)
 
 
-def _unpacked(source: ModelSource, settings: Settings, dtype: torch.dtype, report: Report) -> tuple[str | Path, float]:
-    """A folder or hub name that transformers loads, and the fraction of the whole load that is done by then."""
-    if source.hub_name is not None:
-        return source.hub_name, 0.0
-    if source.folder is not None:
-        return source.folder, 0.0
-    assert source.gguf_file is not None
-    folder = converted_folder(settings.cache_dir, source.gguf_file, settings.pool, dtype)
-    if folder.exists():
-        return folder, 0.0
-    share = 0.9
-    convert(
-        source.gguf_file,
-        folder,
-        dtype,
-        lambda phase, fraction: report(phase, None if fraction is None else share * fraction),
-    )
-    return folder, share
-
-
-def _config(folder: str | Path, settings: Settings) -> PreTrainedConfig:
-    config: PreTrainedConfig = _load(AutoConfig, folder, settings)
-    return config
-
-
-def _load(auto_class: Any, folder: str | Path, settings: Settings, **options: Any) -> Any:
-    """`from_pretrained` of an Auto class, with its many kinds of failure told as one."""
-    try:
-        return auto_class.from_pretrained(
-            folder,
-            revision=settings.revision or "main",
-            trust_remote_code=settings.trust_remote_code,
-            **options,
-        )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        cause = str(error).strip().split("\n")[0].rstrip(".")
-        if isinstance(folder, Path):
-            advice = "Check the folder, or take another model"
-        else:
-            advice = (
-                "Check the name, CARPOOL_REVISION, the network and HF_HUB_OFFLINE; a gated model needs HF_TOKEN. "
-                "A folder or a GGUF file works without a network"
-            )
-        raise EngineError(f"model {settings.model!r} could not be loaded: {cause}. {advice}") from error
-
-
 def _on_device(model: PreTrainedModel, device: torch.device, name: str) -> PreTrainedModel:
     try:
         moved: PreTrainedModel = model.to(device)  # type: ignore[arg-type]
@@ -256,20 +203,6 @@ def _on_device(model: PreTrainedModel, device: torch.device, name: str) -> PreTr
             "Free the device, take a smaller model, or set CARPOOL_DEVICE=cpu"
         ) from error
     return moved
-
-
-def _identity(source: ModelSource, settings: Settings) -> str:
-    if source.hub_name is None:
-        return content_hash(source)
-    # Where the hub's client has put the configuration: .../snapshots/<commit>/config.json
-    path = try_to_load_from_cache(source.hub_name, "config.json", revision=settings.revision or "main")
-    commit = Path(path).parent.name if isinstance(path, str) else settings.revision
-    return f"{source.hub_name}@{commit}"
-
-
-def _fingerprint(identity: str, tokenizer: str, dtype: str) -> str:
-    parts = (identity, hashlib.sha256(tokenizer.encode()).hexdigest(), ENGINE, dtype)
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def _memory_bytes(model: PreTrainedModel) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import signal
 import sys
@@ -39,12 +40,12 @@ class ModelProcess:
         self.is_ready = False
         self._doing = "starting"
         self._riders: set[str] = set()
-        # Daemonic, so that a parent that ends without `close` ends the child too, and does not wait for it.
+        # A daemonic process may have no children, and vLLM has one per GPU for tensor parallelism.
         self._process = context.Process(
             target=_begin,
             args=(messages.VERSION, main, settings, command_pipe, update_pipe),
             name=PROCESS_NAME,
-            daemon=True,
+            daemon=False,
         )
         try:
             self._process.start()
@@ -56,6 +57,8 @@ class ModelProcess:
             # The child's ends must be open in the child alone, or its death would be no end of file here.
             command_pipe.close()
             update_pipe.close()
+        # A parent that ends without `close` ends the child too, and does not wait for it.
+        atexit.register(self.kill)
         self._commands = CommandWriter(command_end, name=f"command-writer-{generation}")
         self._updates = UpdateReader(update_end, self._process.sentinel)
 
@@ -85,6 +88,7 @@ class ModelProcess:
     def reap(self) -> str:
         """Wait for the end of a dying child and close its pipes; returns why it died and while doing what."""
         self._process.join()
+        atexit.unregister(self.kill)
         self._commands.close()
         self._updates.close()
         cause = f"{_exit_text(self._process.exitcode)} while {self._doing_now()}"

@@ -31,11 +31,13 @@ class StreamLoad:
         return self.num_tokens / self.seconds
 
 
-def stream_side_by_side(url: str, num_clients: int, bodies: Sequence[Body]) -> StreamLoad:
-    """`POST /generate_stream` of every body."""
+def stream_side_by_side(
+    url: str, num_clients: int, bodies: Sequence[Body], path: str = "/generate_stream"
+) -> StreamLoad:
+    """Post every body, for a stream of events."""
 
     async def call(connection: HttpConnection, body: Body) -> Stream:
-        return await connection.stream("/generate_stream", body)
+        return await connection.stream(path, body)
 
     seconds, streams = asyncio.run(_side_by_side(url, num_clients, bodies, call))
     return StreamLoad(seconds, streams)

@@ -19,6 +19,8 @@ from ops.errors import OperationError
 BOUND_S: Final = 300.0
 _PIECE: Final = 65536
 _LAST_CHUNK: Final = b"\r\n0\r\n\r\n"
+#: What OpenAI's streams end with.
+_DONE: Final = b"[DONE]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Stream:
     Attributes:
         num_tokens: by the last event's usage, else one an event.
         last: the last event.
+        arrivals: when each piece with an event, or several, came.
     """
 
     started: float
@@ -35,6 +38,7 @@ class Stream:
     ended: float
     num_tokens: int
     last: dict[str, Any]
+    arrivals: tuple[float, ...] = ()
 
 
 class HttpConnection:
@@ -74,10 +78,11 @@ class HttpConnection:
             reader, _ = self._open()
             if b"transfer-encoding: chunked" not in head:
                 raise _refused(head, "POST", path, received)
-            first_token = 0.0
+            piece = bytes(received)
+            arrivals: list[float] = []
             while True:
-                if not first_token and b"data: " in received:
-                    first_token = time.perf_counter()
+                if b"data: " in piece:
+                    arrivals.append(time.perf_counter())
                 if received.endswith(_LAST_CHUNK):
                     break
                 piece = await reader.read(_PIECE)
@@ -85,12 +90,13 @@ class HttpConnection:
                     raise OperationError(f"POST {path}: the stream was cut", "Look at the service's log")
                 received += piece
             ended = time.perf_counter()
-        events = [json.loads(line[6:]) for line in dechunked(bytes(received)).split(b"\n") if line[:6] == b"data: "]
+        data = [line[6:] for line in dechunked(bytes(received)).splitlines() if line[:6] == b"data: "]
+        events = [json.loads(line) for line in data if line != _DONE]
         if not events or events[-1].get("error"):
             raise OperationError(f"POST {path}: the stream ended with {events[-1:]}", "Look at the worker's log")
         usage = events[-1].get("usage")
         num_tokens = int(usage["completion_tokens"]) if usage else len(events)
-        return Stream(started, first_token, ended, num_tokens, events[-1])
+        return Stream(started, arrivals[0], ended, num_tokens, events[-1], tuple(arrivals))
 
     def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._streams is None:

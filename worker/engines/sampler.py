@@ -125,6 +125,18 @@ def sample(logits: torch.Tensor, samplings: Sequence[SequenceSampling], numbers:
         logits: shape [num_sequences, vocab_size]; may be changed.
         numbers: number of the token that is drawn, per sequence, counted from 1.
     """
+    best, ids = choose(logits, samplings, numbers)
+    # float64 holds every token id, so that one transfer is enough.
+    pairs: list[list[float]] = torch.stack((best.double(), ids.double()), dim=1).tolist()
+    return [int(token_id) if math.isfinite(score) else None for score, token_id in pairs]
+
+
+def choose(
+    logits: torch.Tensor, samplings: Sequence[SequenceSampling], numbers: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample`, on the device: the best score of each sequence, which is not finite where there is no next token, and
+    the id of its next token. Both of shape [num_sequences].
+    """
     logits = logits.float()
     for row, sampling in enumerate(samplings):
         if sampling.shapes_logits:
@@ -139,9 +151,7 @@ def sample(logits: torch.Tensor, samplings: Sequence[SequenceSampling], numbers:
         points = [uniform(samplings[row].seed, numbers[row]) for row in drawn]
         scores = warp(logits if len(drawn) == len(samplings) else logits[drawn], params)
         ids[drawn] = draw(scores, torch.tensor(points, dtype=torch.float64, device=logits.device))
-    # float64 holds every token id, so that one transfer is enough.
-    pairs: list[list[float]] = torch.stack((best.double(), ids.double()), dim=1).tolist()
-    return [int(token_id) if math.isfinite(score) else None for score, token_id in pairs]
+    return best, ids
 
 
 def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> None:

@@ -48,6 +48,11 @@ class TransformersTokenizer:
         text: str = backend.to_str()
         return text
 
+    @property
+    def vocabulary(self) -> str:
+        """A text that is the same for two tokenizers which give every text the same ids."""
+        return self.json or str(sorted(self._tokenizer.get_vocab().items()))
+
     def encode(self, text: str) -> list[int]:
         # Without verbose=False a prompt longer than the tokenizer's idea of the context is warned about.
         ids: list[int] = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
