@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -29,7 +30,7 @@ from tasks.settings import Settings
 
 SLOTS: Final = 4
 #: Of no worker: nothing but the writers touches its jobs.
-_POOL: Final = "wall"
+POOL: Final = "wall"
 _BOUND_S: Final = 60.0
 _PIECE: Final = 1 << 20
 #: Of a published message, in the wire format (RESP2).
@@ -40,18 +41,19 @@ _WORDS: Final = (" the", " of", " sea", "ing", " and", ",", " water", " under", 
 Gpu = Sequence[Rider]
 
 
-def claim_gpus(redis_url: str, count: int) -> list[list[Rider]]:
+def claim_gpus(redis_url: str, num_gpus: int) -> list[list[Rider]]:
     """Accept and claim four jobs for each GPU."""
     settings = Settings(redis_url=redis_url)
     with connect(settings) as client:
         ledger = SyncLedger(client, settings)
-        return [[_claim(ledger) for _ in range(SLOTS)] for _ in range(count)]
+        return [[claim_job(ledger) for _ in range(SLOTS)] for _ in range(num_gpus)]
 
 
-def _claim(ledger: SyncLedger) -> Rider:
+def claim_job(ledger: SyncLedger) -> Rider:
+    """A new job, accepted, claimed and boarded."""
     id, nonce = str(uuid.uuid4()), uuid.uuid4().hex
     job = Job(7, '{"prompt": "Hello, I am"}')
-    ledger.run(ledger.calls.accept(Acceptance(id, _POOL, '{"max_tokens": 1000000}', [job], deadline_s=3600)))
+    ledger.run(ledger.calls.accept(Acceptance(id, POOL, '{"max_tokens": 1000000}', [job], deadline_s=3600)))
     claim = ledger.run(ledger.calls.claim(id, nonce, "wall", "wall", "wall", 1, board=True))
     if claim.verdict != "ok":
         raise OperationError(f"Job {id} was not granted: {claim.verdict}", "Look at the server's log")
@@ -71,7 +73,7 @@ class _Socket:
             self.reply()
 
     def send(self, *command: str | int | bytes) -> None:
-        self._socket.sendall(hiredis.pack_command(command))
+        self._socket.sendall(hiredis.pack_command(command))  # type: ignore[arg-type] # its stub knows tuples of one
 
     def receive(self) -> bytes:
         """What has come, once something has."""
@@ -92,6 +94,23 @@ class _Socket:
         return self._socket.fileno()
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a writer is to do.
+
+    Attributes:
+        gpus: of how many it writes the steps.
+        interval_s: between two calls of one GPU; 0 has each call follow the answer to the last.
+        together: GPUs whose slots go into one call, as if they were one GPU with many slots.
+    """
+
+    gpus: int
+    seconds: float
+    tokens_per_entry: int = 1
+    interval_s: float = 0.0
+    together: int = 1
+
+
 @dataclass(slots=True)
 class _Steps:
     """The steps of one GPU: what its next call writes."""
@@ -99,11 +118,11 @@ class _Steps:
     riders: Gpu
     k: int = 0
 
-    def writes(self, count: int) -> list[SlotWrite]:
-        ids = tuple(10_000 + (self.k + i) % 39_000 for i in range(1, count + 1))
+    def writes(self, num_tokens: int) -> list[SlotWrite]:
+        ids = tuple(10_000 + (self.k + i) % 39_000 for i in range(1, num_tokens + 1))
         texts = tuple(_WORDS[id % len(_WORDS)] for id in ids)
         first = self.k + 1
-        self.k += count
+        self.k += num_tokens
         return [SlotWrite(rider.id, rider.epoch, rider.nonce, first, ids, texts) for rider in self.riders]
 
 
@@ -143,9 +162,8 @@ class Writer(_Worker):
     def __init__(self, redis_url: str, gpus: Sequence[Gpu]) -> None:
         super().__init__(_write, redis_url, gpus)
 
-    def start(self, connections: int, tokens_per_entry: int, seconds: float) -> None:
-        """Write on so many connections at once for so long."""
-        self.pipe.send((connections, tokens_per_entry, seconds))
+    def start(self, order: Order) -> None:
+        self.pipe.send(order)
 
     def calls(self) -> int:
         """How many calls were answered, once all were."""
@@ -164,24 +182,60 @@ class Subscriber(_Worker):
         self.answer()
 
 
+class _Lane:
+    """The calls of one GPU, or of several together, on one connection: one at a time."""
+
+    def __init__(self, connection: _Socket, steps: Sequence[_Steps], calls: Calls, digest: bytes) -> None:
+        self._connection = connection
+        self._steps = steps
+        self._calls = calls
+        self._digest = digest
+        self.is_waiting = False
+
+    def send(self, tokens_per_entry: int) -> None:
+        call = self._calls.step([write for steps in self._steps for write in steps.writes(tokens_per_entry)])
+        self._connection.send("EVALSHA", self._digest, len(call.keys), *call.keys, *call.args)
+        self.is_waiting = True
+
+    def answer(self) -> None:
+        """Wait for it. Raises OperationError where a slot was not written."""
+        verdicts = {slot[0] for slot in self._connection.reply()}
+        if verdicts != {b"ok"}:
+            raise OperationError(f"A step was refused: {verdicts}", "Look at the server's log")
+        self.is_waiting = False
+
+
 def _write(pipe: Connection[Any, Any], redis_url: str, gpus: Sequence[Gpu]) -> None:
     calls = Calls(Settings(redis_url=redis_url))
-    lanes = [(_Socket(redis_url), _Steps(gpu)) for gpu in gpus]
-    lanes[0][0].send("SCRIPT", "LOAD", script_text("step"))
-    digest = lanes[0][0].reply()
+    connections, steps = [_Socket(redis_url) for _ in gpus], list(map(_Steps, gpus))
+    connections[0].send("SCRIPT", "LOAD", script_text("step"))
+    digest = connections[0].reply()
     pipe.send("ready")
-    for connections, tokens_per_entry, seconds in _orders(pipe):
-        used, done, until = lanes[:connections], 0, time.monotonic() + seconds
-        while time.monotonic() < until:
-            for connection, steps in used:
-                call = calls.step(steps.writes(tokens_per_entry))
-                connection.send("EVALSHA", digest, len(call.keys), *call.keys, *call.args)
-            for connection, _ in used:
-                verdicts = [slot[0] for slot in connection.reply()]
-                if verdicts != [b"ok"] * SLOTS:
-                    raise OperationError(f"A step was refused: {verdicts}", "Look at the server's log")
-                done += 1
-        pipe.send(done)
+    for order in _orders(pipe):
+        starts = range(0, order.gpus, order.together)
+        lanes = [_Lane(connections[at], steps[at : at + order.together], calls, digest) for at in starts]
+        pipe.send(_carry_out(order, lanes))
+
+
+def _carry_out(order: Order, lanes: Sequence[_Lane]) -> int:
+    """How many calls were answered."""
+    done, begin = 0, time.monotonic()
+    for number in count():
+        # spread over the interval, as the steps of GPUs that know nothing of each other are
+        due = begin + order.interval_s * number / len(lanes)
+        if max(due, time.monotonic()) > begin + order.seconds:
+            break
+        time.sleep(max(0.0, due - time.monotonic()))
+        lane = lanes[number % len(lanes)]
+        if lane.is_waiting:
+            lane.answer()
+            done += 1
+        lane.send(order.tokens_per_entry)
+    for lane in lanes:
+        if lane.is_waiting:
+            lane.answer()
+            done += 1
+    return done
 
 
 def _follow(pipe: Connection[Any, Any], redis_url: str, ids: Sequence[str]) -> None:
@@ -209,7 +263,7 @@ def _follow(pipe: Connection[Any, Any], redis_url: str, ids: Sequence[str]) -> N
             is_asked = False
 
 
-def _orders(pipe: Connection[Any, Any]) -> Iterator[tuple[int, int, float]]:
+def _orders(pipe: Connection[Any, Any]) -> Iterator[Order]:
     while True:
         try:
             yield pipe.recv()
