@@ -236,7 +236,8 @@ def status(as_json: JsonOption = False, data_dir: DataDirOption = None, redis_ur
         for process in found:
             percent = f" {process.progress * 100:.0f} %" if process.progress is not None else ""
             pid = "-" if process.pid is None else str(process.pid)
-            rows.append([process.role, process.name, pid, process.state, f"{process.detail}{percent}"])
+            detail = "; ".join(filter(None, (process.serves, f"{process.detail}{percent}")))
+            rows.append([process.role, process.name, pid, process.state, detail])
         typer.echo(table(["ROLE", "NAME", "PID", "STATE", "DETAIL"], rows))
     raise typer.Exit(exit_code(found))
 
