@@ -75,6 +75,10 @@ class Settings(BaseSettings):
     model: str = Field(BUNDLED_MODEL, description="Bundled model, hub name, local folder or GGUF file.")
     served_model_name: str = Field("", description="Alias that the model is served under; empty: its own name.")
     default_model: str = Field("", description="Model of a request that names none.")
+    without_worker: Literal["wait", "refuse"] = Field(
+        "wait",
+        description="A request for a model that no worker serves now: its job waits for one, or it gets 503.",
+    )
     model_aliases: str = Field(
         "",
         description="Further names of served models, as in `gpt-4o-mini=SmolLM2-135M-Instruct`, comma separated.",
