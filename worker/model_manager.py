@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from worker.engines import prepacked
 from worker.engines.attention import ATTENTION_NAME, register
 from worker.engines.base import EngineError, Report
 from worker.engines.gguf_conversion import convert, converted_folder
+from worker.engines.gguf_header import read_header
+from worker.engines.memory import cached_folder, gguf_need, memory_need, require_memory
 from worker.engines.model_source import ModelSource, content_hash, find_model
 from worker.engines.transformers_tokenizer import TransformersTokenizer
 from worker.messages import ModelCard
@@ -61,13 +63,14 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
     dtype = choose_dtype(settings.dtype, device)
     share_processors(settings.workers, device)
     source = find_model(settings.model)
-    folder, done = _unpacked(source, settings, dtype, report)
+    folder, done = _unpacked(source, settings, device, dtype, report)
 
     verb = "loading" if source.hub_name is None else "fetching and loading"
     report(f"{verb} the tokenizer", done)
     config = _config(folder, settings)
     check_architecture(config, settings.model)
     context_length = find_context_length(config, settings.model)
+    _require_memory(folder, config, settings, device, dtype, context_length)
     pretrained_tokenizer = _load(AutoTokenizer, folder, settings)
     report(f"{verb} the weights", done + 0.2 * (1 - done))
     register()
@@ -79,7 +82,7 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
         )
     report(f"moving the weights to {device}", done + 0.9 * (1 - done))
     model = _on_device(model.eval(), device, settings.model)
-    if prepacked.pays(model):
+    if prepacked.pays(model.device, model.dtype):
         prepacked.prepack(model)
 
     tokenizer = TransformersTokenizer(pretrained_tokenizer, model.generation_config)
@@ -200,7 +203,35 @@ def find_context_length(config: PreTrainedConfig, model: str) -> int:
     return min(limit for limit in limits if isinstance(limit, int) and limit > 0)
 
 
-def _unpacked(source: ModelSource, settings: Settings, dtype: torch.dtype, report: Report) -> tuple[str | Path, float]:
+def _require_memory(
+    folder: str | Path,
+    config: PreTrainedConfig,
+    settings: Settings,
+    device: torch.device,
+    dtype: torch.dtype,
+    context_length: int,
+) -> None:
+    """Refuse what will not fit. What has still to be fetched from the hub is not known."""
+    place = folder if isinstance(folder, Path) else cached_folder(folder, settings.revision)
+    need = (
+        memory_need(
+            place,
+            config,
+            dtype,
+            settings.max_batch_size,
+            context_length,
+            copies_output_head=prepacked.pays(device, dtype),
+        )
+        if place is not None
+        else None
+    )
+    if need is not None:
+        require_memory(settings.model, need, device)
+
+
+def _unpacked(
+    source: ModelSource, settings: Settings, device: torch.device, dtype: torch.dtype, report: Report
+) -> tuple[str | Path, float]:
     """A folder or hub name that transformers loads, and the fraction of the whole load that is done by then."""
     if source.hub_name is not None:
         return source.hub_name, 0.0
@@ -210,6 +241,12 @@ def _unpacked(source: ModelSource, settings: Settings, dtype: torch.dtype, repor
     folder = converted_folder(settings.cache_dir, source.gguf_file, settings.pool, dtype)
     if folder.exists():
         return folder, 0.0
+    header = read_header(source.gguf_file)
+    if header is not None:
+        need = gguf_need(header, dtype, settings.max_batch_size)
+        require_memory(settings.model, need, device)
+        # wherever it goes, it is converted in this machine's memory
+        require_memory(settings.model, replace(need, kv_bytes=0), torch.device("cpu"))
     share = 0.9
     convert(
         source.gguf_file,
