@@ -85,7 +85,8 @@ class Settings(BaseSettings):
     )
     revision: str = Field("", description="Revision of a hub model.")
     trust_remote_code: bool = Field(False, description="Run code that comes with a hub model.")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N; cuda:0 is the first visible GPU.")
+    share_gpus: bool = Field(False, description="Let several workers load their models onto one GPU.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the weights."
     )
@@ -142,6 +143,14 @@ class Settings(BaseSettings):
                 "or the broker redelivers jobs that still ride. Raise CARPOOL_VISIBILITY_S"
             )
         return self
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_one(cls, value: str) -> str:
+        kind, _, number = value.partition(":")
+        if value not in ("auto", "cpu", "cuda") and not (kind == "cuda" and number.isascii() and number.isdecimal()):
+            raise ValueError(f"{value!r} is no device. Set auto, cpu, cuda or cuda:N")
+        return value
 
     @field_validator("model_aliases")
     @classmethod
