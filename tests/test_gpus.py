@@ -55,7 +55,7 @@ def test_without_nvidia_smi_the_driver_is_asked(tmp_path: Path, monkeypatch: pyt
 def test_slices_of_a_gpu_are_not_gpus_and_can_be_named() -> None:
     text = listing(UUIDS[:1]) + "  MIG 3g.20gb     Device  0: (UUID: MIG-5c89852c-d268)\n" + "GPU 1: Old\n"
     gpus = parse_listing(text)
-    assert gpus == [Gpu("NVIDIA H200", UUIDS[0], ("MIG-5c89852c-d268",)), Gpu("Old", "")]
+    assert gpus == [Gpu("NVIDIA H200", UUIDS[0], ("MIG-5c89852c-d268",)), Gpu("Old", "GPU-1")]
     assert names(visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": "MIG-5c89"})) == ["MIG-5c89852c-d268"]
 
 

@@ -45,7 +45,7 @@ class GpuError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or a slice of one (MIG). `uuid` is "" where the driver does not tell it."""
+    """A GPU, or a slice of one (MIG). `uuid` is its place in the list where the driver tells none."""
 
     name: str
     uuid: str
@@ -80,7 +80,7 @@ def _of_driver(folder: Path) -> list[Gpu]:
     for file in sorted(folder.glob("*/information")):
         pairs = (line.partition(":") for line in file.read_text().splitlines())
         said = {name.strip(): value.strip() for name, _, value in pairs}
-        found.append(Gpu(said.get("Model", "GPU"), said.get("GPU UUID", "")))
+        found.append(Gpu(said.get("Model", "GPU"), said.get("GPU UUID") or f"GPU-{len(found)}"))
     return found
 
 
@@ -90,7 +90,7 @@ def parse_listing(listing: str) -> list[Gpu]:
     for line in listing.splitlines():
         gpu, mig = _GPU.match(line.rstrip()), _MIG.match(line.rstrip())
         if gpu is not None:
-            found.append(Gpu(gpu[2], gpu[3] or ""))
+            found.append(Gpu(gpu[2], gpu[3] or f"GPU-{gpu[1]}"))
         elif mig is not None and found:
             last = found[-1]
             found[-1] = Gpu(last.name, last.uuid, (*last.slices, mig[1]))
@@ -162,7 +162,7 @@ class GpuLock:
 
     def __init__(self, folder: Path, gpu: Gpu, number: int, holder: str, *, share: bool) -> None:
         self._folder = folder
-        self._path = folder / f"{re.sub(r'[^A-Za-z0-9-]', '_', gpu.uuid) or f'gpu-{number}'}.lock"
+        self._path = folder / f"{re.sub(r'[^A-Za-z0-9-]', '_', gpu.uuid)}.lock"
         self._what = f"cuda:{number} ({gpu.name})"
         self._holder = holder
         self._share = share
