@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from api.schemas import ErrorAnswer, Health
+from api.models import Pool, start_worker
+from api.schemas import ErrorAnswer, Health, Ready
 from api.service import Service, service_of
 from tasks import keys
 from tasks.codes import CarpoolError
@@ -40,30 +42,61 @@ async def accepting(request: Request) -> Response:
     return JSONResponse({"status": "accepting"})
 
 
-@router.get("/ready", response_model=Health)
-async def ready(request: Request) -> Response:
-    """Jobs are run: a worker is ready. Else the message says what is waited for."""
-    workers = await service_of(request).models.workers()
-    if any(worker.state == "ready" for worker in workers):
-        return JSONResponse({"status": "ready"})
-    waiting_for = describe_workers(workers)
+@router.get(
+    "/ready",
+    response_model=Ready,
+    responses={
+        404: {"model": ErrorAnswer, "description": "There is no such model."},
+        422: {"model": ErrorAnswer, "description": "The query has a value that is not possible."},
+    },
+)
+async def ready(
+    request: Request,
+    model: Annotated[str | None, Query(description="Ask for this model alone, by its name or an alias.")] = None,
+) -> Response:
+    """Jobs are run: a worker is ready. Else the message says what is waited for. `models` says how each one is."""
+    models = service_of(request).models
+    pools = await models.pools()
+    if model is not None:
+        alias = await models.find(model)
+        if alias is None:
+            raise await models.unknown(model)
+        pools = [pool for pool in pools if pool.alias == alias]
+    body: dict[str, Any] = {"status": "ready", "models": [_model(pool) for pool in pools]}
+    if any(pool.state == "ready" for pool in pools):
+        return JSONResponse(body)
+    waiting_for = _waiting_for(pools, alias if model is not None else None)
     error = CarpoolError("no_worker", f"waiting for a worker: {waiting_for}", retry_after_s=1)
-    return JSONResponse(
-        {"status": "waiting", "waiting_for": waiting_for, "error": error.body()}, 503, {"Retry-After": "1"}
-    )
+    body.update(status="waiting", waiting_for=waiting_for, error=error.body())
+    return JSONResponse(body, 503, {"Retry-After": "1"})
 
 
-def describe_workers(workers: Sequence[WorkerInfo]) -> str:
-    """What workers that are not ready are doing, in plain words."""
+def _model(pool: Pool) -> dict[str, Any]:
+    serving = [worker for worker in pool.workers if worker.serves]
+    return {
+        "model": pool.alias,
+        "state": pool.state,
+        "workers": len(pool.workers),
+        "slots": sum(worker.slots for worker in serving),
+        "free": sum(worker.free for worker in serving if worker.state == "ready"),
+        "waiting": pool.waiting,
+    }
+
+
+def _waiting_for(pools: Sequence[Pool], alias: str | None) -> str:
+    """What workers that are not ready are doing, in plain words; `alias` is the model that was asked for."""
+    workers = [worker for pool in pools for worker in pool.workers]
     if not workers:
-        return "none is up. Start one: carpool worker"
-    return "; ".join(map(_describe, workers))
+        return f"none is up. {start_worker(alias) if alias else 'Start one: carpool worker'}"
+    several = len({worker.pool for worker in workers}) > 1
+    return "; ".join(_describe(worker, several) for worker in workers)
 
 
-def _describe(worker: WorkerInfo) -> str:
+def _describe(worker: WorkerInfo, with_model: bool) -> str:
     doing = worker.phase or worker.state
     progress = "" if worker.progress is None else f" {worker.progress * 100:.0f} %"
-    return f"{worker.name} {doing}{progress}"
+    name = f"{worker.name} ({worker.pool})" if with_model else worker.name
+    return f"{name} {doing}{progress}"
 
 
 async def _check_server_once(service: Service) -> None:

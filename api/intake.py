@@ -17,7 +17,9 @@ from api.counting import TokenCounter
 from api.errors import naming_job
 from api.events import as_json
 from api.feed import Feed
+from api.models import Models
 from api.relay import Relay
+from tasks import keys
 from tasks.acceptance import input_json, params_json
 from tasks.chat import Message
 from tasks.codes import CarpoolError
@@ -125,6 +127,7 @@ class Intake:
 
     Args:
         keeper: invites jobs of a pool; never blocks.
+        models: tells whether anybody serves a pool.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class Intake:
         relay: Relay,
         counter: TokenCounter,
         keeper: Keeper,
+        models: Models,
     ) -> None:
         self._settings = settings
         self._client = client
@@ -142,6 +146,7 @@ class Intake:
         self._relay = relay
         self._counter = counter
         self._keeper = keeper
+        self._models = models
 
     async def accept(self, draft: Draft, alias: str, model: ModelInfo | None) -> Ticket:
         """Record the jobs and invite a worker, in one call.
@@ -151,10 +156,13 @@ class Intake:
                 answer of Redis was lost and the job may be recorded all the same.
         """
         await self._check(draft, model)
+        await self._check_worker(draft, alias)
         return await self._accept(draft, alias, draft.new_id())
 
     async def prepare(self, draft: Draft, alias: str, model: ModelInfo | None, id: str) -> Acceptance:
         """What the ledger is to accept under this id, for who has it do so together with something else.
+
+        It may have to wait for a worker, whatever the settings say of new requests.
 
         Raises:
             CarpoolError: it is refused.
@@ -170,6 +178,7 @@ class Intake:
         With `ends_only` it is a feed of the job or group, else one of the sequences.
         """
         await self._check(draft, model)
+        await self._check_worker(draft, alias)
         id = draft.new_id()
         ids = [id] if ends_only else draft.sequence_ids(id)
         # The subscription is on its way together with the acceptance. Without a connection it goes first, so that
@@ -198,6 +207,15 @@ class Intake:
             return
         many = len(draft.prompts) > 1 or (draft.is_group and draft.copies == 1)
         await self._counter.check(model, draft.prompts, options.max_tokens, many=many)
+
+    async def _check_worker(self, draft: Draft, alias: str) -> None:
+        """Refuse what nobody would run now, if the settings say so; a request whose job is there already gets it."""
+        try:
+            await self._models.check_worker(alias)
+        except CarpoolError:
+            known = draft.idempotency and await self._client.exists(keys.idempotency(draft.idempotency.scope_hash))
+            if not known:
+                raise
 
     async def _accept(self, draft: Draft, alias: str, id: str) -> Ticket:
         accepted, durable = await self._record(self._acceptance(draft, alias, id))

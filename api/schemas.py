@@ -170,3 +170,21 @@ class Health(BaseModel):
     """How this server or what it needs is."""
 
     status: str
+
+
+class ModelState(BaseModel):
+    """A model with its workers and its queue."""
+
+    model: str
+    state: Literal["ready", "loading", "draining", "no worker"]
+    workers: int
+    slots: int
+    free: int
+    waiting: int = Field(description="Jobs that wait for a slot.")
+
+
+class Ready(BaseModel):
+    """Whether jobs are run, and how each model is that has a worker or jobs that wait for one."""
+
+    status: str
+    models: list[ModelState]

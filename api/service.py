@@ -55,7 +55,7 @@ class Service:
         self._keeper = Keeper(settings, invitation)
         self._revokes = RevokeListener(settings, self._celery)
         self._counter = TokenCounter(self.client)
-        self.intake = Intake(settings, self.client, self.ledger, self.relay, self._counter, self._keeper)
+        self.intake = Intake(settings, self.client, self.ledger, self.relay, self._counter, self._keeper, self.models)
         self._background: set[asyncio.Task[None]] = set()
         self._num_streams = 0
         self.server_is_checked = False

@@ -41,7 +41,8 @@ EngineArg = Annotated[
 ]
 MaxBatchSize = Annotated[int | None, typer.Option(help="Slots: sequences that ride in one batch.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N; cuda:0 is the first visible GPU.")]
+ShareGpus = Annotated[bool | None, typer.Option("--share-gpus", help="Let workers load their models onto one GPU.")]
 Host = Annotated[str | None, typer.Option(help="Address the API listens on.")]
 Port = Annotated[int | None, typer.Option(help="Port the API listens on; 0 takes a free one.")]
 RedisUrl = Annotated[str | None, typer.Option(help="A Redis or Valkey server to use; else one is started.")]
@@ -82,6 +83,7 @@ def up(
     data_dir: DataDirOption = None,
     dtype: Dtype = None,
     device: Device = None,
+    share_gpus: ShareGpus = None,
     flower: Annotated[bool | None, typer.Option("--flower", help="Start Flower too.")] = None,
     redis_url: RedisUrl = None,
     debug: Debug = False,
@@ -104,6 +106,7 @@ def up(
         data_dir=data_dir,
         dtype=dtype,
         device=device,
+        share_gpus=share_gpus,
         flower=flower,
         redis_url=redis_url,
     )
@@ -146,6 +149,7 @@ def worker(
     max_batch_size: MaxBatchSize = None,
     dtype: Dtype = None,
     device: Device = None,
+    share_gpus: ShareGpus = None,
     redis_url: RedisUrl = None,
     debug: Debug = False,
 ) -> None:
@@ -159,6 +163,7 @@ def worker(
         max_batch_size=max_batch_size,
         dtype=dtype,
         device=device,
+        share_gpus=share_gpus,
         redis_url=redis_url,
     )
     name = name or _default_name()
@@ -249,7 +254,8 @@ def status(as_json: JsonOption = False, data_dir: DataDirOption = None, redis_ur
         for process in found:
             percent = f" {process.progress * 100:.0f} %" if process.progress is not None else ""
             pid = "-" if process.pid is None else str(process.pid)
-            rows.append([process.role, process.name, pid, process.state, f"{process.detail}{percent}"])
+            detail = "; ".join(filter(None, (process.serves, f"{process.detail}{percent}")))
+            rows.append([process.role, process.name, pid, process.state, detail])
         typer.echo(table(["ROLE", "NAME", "PID", "STATE", "DETAIL"], rows))
     raise typer.Exit(exit_code(found))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 import psutil
 from redis.exceptions import RedisError
@@ -34,6 +35,10 @@ class ProcessStatus:
         progress: fraction of a load, from 0 to 1.
         restarts: how often the supervisor started it again.
         started_at: UTC, of the process.
+        pool: of a worker and its Model worker: the alias under which the model is served.
+        model: its own name or place.
+        version: of Carpool.
+        tokens_per_s: how many a worker has written lately, of all its slots together.
     """
 
     role: Role
@@ -50,6 +55,21 @@ class ProcessStatus:
     device: str = ""
     slots: int | None = None
     free: int | None = None
+    model: str = ""
+    dtype: str = ""
+    context_length: int | None = None
+    version: str = ""
+    tokens_per_s: float | None = None
+
+    @property
+    def serves(self) -> str:
+        """What a worker serves, and how busy it is, in words; "" of every other process."""
+        if not self.pool or self.slots is None or self.free is None:
+            return ""
+        own_name = f" ({self.model})" if self.model not in ("", self.pool) else ""
+        how = ", ".join(part for part in (self.engine, self.dtype, self.device) if part not in ("", "none"))
+        speed = f", {self.tokens_per_s:.0f} tokens/s" if self.tokens_per_s else ""
+        return f"{self.pool}{own_name} on {how}: {self.slots - self.free} of {self.slots} slots ride{speed}"
 
 
 def read_heartbeats(settings: Settings) -> list[WorkerInfo] | None:
@@ -166,13 +186,23 @@ def _worker(entry: ProcessEntry, beat: WorkerInfo | None, supervised: bool, *, a
         state=beat.state if plain.state in ("starting", "running") else plain.state,
         detail=plain.detail or (beat.phase if beat.state != "ready" else ""),
         progress=beat.progress if beat.state != "ready" else None,
-        host=beat.host,
-        pool=beat.pool,
-        engine=beat.engine,
-        device=beat.device,
-        slots=beat.slots,
-        free=beat.free,
+        **_of_worker(beat),
     )
+
+
+def _of_worker(beat: WorkerInfo) -> dict[str, Any]:
+    """What only a worker has to say of itself."""
+    return {
+        **_of_model(beat),
+        "slots": beat.slots,
+        "free": beat.free,
+        "tokens_per_s": beat.tokens_per_s,
+    }
+
+
+def _of_model(beat: WorkerInfo) -> dict[str, Any]:
+    names = ("host", "pool", "engine", "device", "model", "dtype", "context_length", "version")
+    return {name: getattr(beat, name) for name in names}
 
 
 def _model_workers(entry: ProcessEntry, beat: WorkerInfo | None) -> Iterator[ProcessStatus]:
@@ -216,10 +246,7 @@ def _elsewhere(beat: WorkerInfo) -> Iterator[ProcessStatus]:
     """A worker that this instance's supervisor has not started, as its heartbeat describes it."""
     detail = beat.phase if beat.state != "ready" else ""
     progress = beat.progress if beat.state != "ready" else None
-    where = (beat.host, beat.pool, beat.engine, beat.device)
+    yield ProcessStatus("worker", beat.name, beat.pid, beat.state, detail, progress, **_of_worker(beat))
     yield ProcessStatus(
-        "worker", beat.name, beat.pid, beat.state, detail, progress, 0, None, *where, slots=beat.slots, free=beat.free
-    )
-    yield ProcessStatus(
-        "model-worker", f"{beat.name}/model", beat.child_pid, beat.state, detail, progress, 0, None, *where
+        "model-worker", f"{beat.name}/model", beat.child_pid, beat.state, detail, progress, **_of_model(beat)
     )

@@ -8,13 +8,14 @@ import resource
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from ops import preflight
 from ops.child import ChildSpec
+from ops.device_plan import find_gpus, plan_devices
 from ops.display import Display
 from ops.embedded_redis import EmbeddedRedis, find_program, free_port
 from ops.errors import ExitCode, PreconditionError
@@ -67,9 +68,10 @@ def run_up(settings: Settings, display: Display) -> ExitCode:
     try:
         await_leftovers(data, display)
         settings = check(settings.model_copy(update={"data_dir": data.root}), display)
+        devices = plan_devices(settings, find_gpus(settings))
         raise_descriptor_limit()
         with ExitStack() as stack:
-            plan = make_plan(settings, data, stack)
+            plan = make_plan(settings, data, stack, devices)
             return asyncio.run(_supervise(plan, display))
     finally:
         lock.release()
@@ -115,8 +117,12 @@ def check(settings: Settings, display: Display) -> Settings:
     return settings.model_copy(update={"port": port})
 
 
-def make_plan(settings: Settings, data: DataDir, stack: ExitStack) -> Plan:
-    """The processes to start. The pipes through which they hear of the supervisor's end are closed with `stack`."""
+def make_plan(settings: Settings, data: DataDir, stack: ExitStack, devices: Sequence[str]) -> Plan:
+    """The processes to start. The pipes through which they hear of the supervisor's end are closed with `stack`.
+
+    Args:
+        devices: of the workers, one each.
+    """
     lifeline, _ = _pipe(stack)  # its write end is in this process alone, until it ends
     tenants, tenants_writer = _pipe(stack)
     embedded = None
@@ -145,8 +151,13 @@ def make_plan(settings: Settings, data: DataDir, stack: ExitStack) -> Plan:
             pass_fds=(lifeline, tenants),
             kill_signal=signal.SIGTERM,  # at once, but with its append-only file on disk
         )
-    others = [spec("api", "api", API_STOP_S)]
-    others += [spec("worker", f"worker-{n}", settings.drain_s + MARGIN_S) for n in range(1, settings.workers + 1)]
+    # requests without a model go to that of our own workers, also before the first of them has registered it
+    default = {"CARPOOL_DEFAULT_MODEL": settings.default_model or settings.pool} if devices else {}
+    others = [spec("api", "api", API_STOP_S, **default)]
+    others += [
+        spec("worker", f"worker-{n}", settings.drain_s + MARGIN_S, CARPOOL_DEVICE=device)
+        for n, device in enumerate(devices, start=1)
+    ]
     notes: tuple[tuple[str, str], ...] = ()
     if flower_port is not None:
         # The password goes by the environment, since every user of the machine can read a command line.

@@ -72,6 +72,10 @@ def group(id: str) -> str:
     return f"{PREFIX}g:{id}"
 
 
+def idempotency(scope_hash: str) -> str:
+    return f"{PREFIX}idem:{scope_hash}"
+
+
 def attached(id: str) -> str:
     return f"{PREFIX}att:{id}"
 

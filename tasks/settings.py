@@ -77,13 +77,18 @@ class Settings(BaseSettings):
     model: str = Field(BUNDLED_MODEL, description="Bundled model, hub name, local folder or GGUF file.")
     served_model_name: str = Field("", description="Alias that the model is served under; empty: its own name.")
     default_model: str = Field("", description="Model of a request that names none.")
+    without_worker: Literal["wait", "refuse"] = Field(
+        "wait",
+        description="A request for a model that no worker serves now: its job waits for one, or it gets 503.",
+    )
     model_aliases: str = Field(
         "",
         description="Further names of served models, as in `gpt-4o-mini=SmolLM2-135M-Instruct`, comma separated.",
     )
     revision: str = Field("", description="Revision of a hub model.")
     trust_remote_code: bool = Field(False, description="Run code that comes with a hub model.")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N; cuda:0 is the first visible GPU.")
+    share_gpus: bool = Field(False, description="Let several workers load their models onto one GPU.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the weights."
     )
@@ -155,6 +160,14 @@ class Settings(BaseSettings):
     @classmethod
     def _engine_args_are_pairs(cls, value: str) -> str:
         _parse_engine_args(value)
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_one(cls, value: str) -> str:
+        kind, _, number = value.partition(":")
+        if value not in ("auto", "cpu", "cuda") and not (kind == "cuda" and number.isascii() and number.isdecimal()):
+            raise ValueError(f"{value!r} is no device. Set auto, cpu, cuda or cuda:N")
         return value
 
     @field_validator("model_aliases")

@@ -47,7 +47,8 @@ def test_ready_names_what_it_waits_for_until_a_worker_rides(settings: Settings, 
         assert response.json()["waiting_for"] == "worker-1 loading model 62 %"
         assert response.json()["error"]["code"] == "no_worker"
         owner.heartbeat("ready")
-        assert _fresh(client, 200).json() == {"status": "ready"}
+        state = {"model": "simulated", "state": "ready", "workers": 1, "slots": 4, "free": 4, "waiting": 0}
+        assert _fresh(client, 200).json() == {"status": "ready", "models": [state]}
 
 
 def _fresh(client: httpx2.Client, status: int = 503) -> httpx2.Response:

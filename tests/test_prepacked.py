@@ -51,7 +51,7 @@ def test_a_bfloat16_model_on_the_cpu_is_prepacked_and_its_card_still_counts_ever
 def test_a_float32_model_is_left_as_it_is(tmp_path: Path) -> None:
     model = loaded(save_tiny_model(tmp_path)).model
 
-    assert not pays(model)
+    assert not pays(model.device, model.dtype)
     assert not any(isinstance(module, PrepackedLinear) for module in model.modules())
 
 

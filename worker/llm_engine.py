@@ -8,9 +8,7 @@ is paused, cut off or dead stops it by itself.
 
 from __future__ import annotations
 
-import os
 import queue
-import socket
 import threading
 import time
 import uuid
@@ -26,7 +24,7 @@ from tasks.keeper import Keeper
 from tasks.ledger import SyncLedger
 from tasks.ledger_types import Rider, SlotAnswer
 from tasks.redis_clients import connect, is_full
-from tasks.registry import ModelInfo, WorkerInfo, publish_card, register_model
+from tasks.registry import WorkerInfo
 from tasks.settings import Settings
 from worker.delivery import CelerySide, Delivery
 from worker.heartbeat import Heartbeat
@@ -35,6 +33,7 @@ from worker.messages import Abort, Aborted, Accepted, Broken, Command, Failed, M
 from worker.model_executor import ChildDied, ChildSaid, ExecutorEvent, GaveUp, ModelExecutor
 from worker.native_tasks import accept_native
 from worker.publisher import Publisher, error_json
+from worker.registration import Condition, Registration
 from worker.stop_notices import StopNotices
 from worker.workload_manager import End, Ride, RideState, WorkloadManager
 
@@ -105,6 +104,7 @@ class LLMEngine:
         self._publisher = Publisher(
             self._ledger, self._slots, self.celery_side, self._send, self._keeper.wake, settings.pool
         )
+        self._registration = Registration(settings, self.incarnation, name)
         self._heartbeat = Heartbeat(settings, self._keeper, self._describe)
         self._renewal = LeaseRenewal(settings, lambda: self._riders, self._is_alive, self._renewed)
         self._notices = StopNotices(settings, self._ledger.calls.db, self.incarnation, self._stop_wanted)
@@ -128,7 +128,6 @@ class LLMEngine:
         self._state = "loading"
         self._phase = Phase("starting the model process")
         self._card: ModelCard | None = None
-        self._card_key = ""
         self._riders: tuple[tuple[Rider, str], ...] = ()
         self._num_free = settings.max_batch_size
         self._alive_at = time.monotonic()
@@ -137,8 +136,7 @@ class LLMEngine:
 
     def start(self) -> None:
         """Register the pool, so that its jobs are accepted from now on, and take part."""
-        info = ModelInfo(self._settings.pool, self._settings.model, self._settings.engine, registered_at=time.time())
-        register_model(self._client, info)
+        self._registration.announce(self._client)
         self._keeper.start()
         self._heartbeat.start()
         self._renewal.start()
@@ -180,24 +178,8 @@ class LLMEngine:
         return time.monotonic() - self._alive_at < self._settings.step_timeout_s
 
     def _describe(self) -> tuple[WorkerInfo, str]:
-        card = self._card
-        worker = WorkerInfo(
-            incarnation=self.incarnation,
-            name=self.name,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            child_pid=self._executor.pid,
-            state=self._state,
-            phase=self._phase.name,
-            progress=self._phase.fraction,
-            pool=self._settings.pool,
-            engine=self._settings.engine,
-            device=card.device if card else self._settings.device,
-            fingerprint=card.fingerprint if card else "",
-            slots=self._slots.num_slots,
-            free=self._num_free,
-        )
-        return worker, self._card_key
+        now = Condition(self._state, self._phase, self._executor.pid, self._num_free)
+        return self._registration.describe(now), self._registration.card_key
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
@@ -369,6 +351,7 @@ class LLMEngine:
             ride = self._slots.get(delta.id)
             if ride is None or not ride.in_child:
                 continue
+            self._registration.rate.note(len(delta.ids))
             ride.ids.extend(delta.ids)
             ride.texts.extend(delta.texts)
             ride.lp.extend(delta.lp)
@@ -379,6 +362,7 @@ class LLMEngine:
 
     def _ready(self, update: Ready) -> None:
         self._unregistered = self._card = update.card
+        self._registration.loaded(update.card)
         self._phase = Phase("ready", 1.0)
         self._steps_to_accept = 0
         if self._drain_deadline is None:
@@ -387,18 +371,7 @@ class LLMEngine:
         _log.info("model_ready", model=card.model, device=card.device, dtype=card.dtype, load_s=round(update.load_s, 2))
 
     def _register(self, card: ModelCard) -> None:
-        if card.tokenizer_json:
-            self._card_key = publish_card(self._client, card.tokenizer_json, card.chat_template)
-        info = ModelInfo(
-            self._settings.pool,
-            card.model,
-            card.engine,
-            registered_at=time.time(),
-            context_length=card.context_length,
-            card=self._card_key,
-            fingerprint=card.fingerprint,
-        )
-        register_model(self._client, info)
+        self._registration.publish(self._client, card)
         self._unregistered = None
         self._heartbeat.wake()
         self.celery_side.wake()

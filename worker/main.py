@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import queue
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from tasks.codes import CarpoolError
 from tasks.logs import configure_logging
 from tasks.settings import Settings
+from worker.gpus import GpuError, count_as_listed, list_gpus, lock_gpu, needs_gpu, visible_gpus
 from worker.model_executor import ModelExecutor
 
 _CLOSE_S = 5.0
@@ -18,9 +21,17 @@ def run(settings: Settings, name: str) -> int:
     0 after a drain; a second signal ends the process at once.
 
     Raises:
-        CarpoolError: Redis cannot be used, or the model cannot be served.
+        CarpoolError: Redis cannot be used, the model cannot be served, or another worker has its GPU.
     """
     configure_logging(settings)
+    try:
+        with _gpu_of(settings, name):
+            return _run(settings, name)
+    except GpuError as error:
+        raise CarpoolError("no_worker", str(error)) from error
+
+
+def _run(settings: Settings, name: str) -> int:
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     executor = ModelExecutor(settings, inbox.put)
     executor.start()
@@ -31,3 +42,11 @@ def run(settings: Settings, name: str) -> int:
         return serve(settings, name, executor, inbox)
     finally:
         executor.close(_CLOSE_S)
+
+
+def _gpu_of(settings: Settings, name: str) -> AbstractContextManager[object]:
+    """The lock of this worker's GPU: held here, so that it outlives each child and nothing outlives it."""
+    if not needs_gpu(settings):
+        return nullcontext()
+    count_as_listed()
+    return lock_gpu(settings, name, visible_gpus(list_gpus())) or nullcontext()

@@ -17,7 +17,7 @@ from worker.engines import prepacked
 from worker.engines.attention import ATTENTION_NAME, register
 from worker.engines.base import EngineError, Report
 from worker.engines.model_source import find_model
-from worker.engines.pretrained import files_of, fingerprint, from_pretrained, identity_of
+from worker.engines.pretrained import check_memory, files_of, fingerprint, from_pretrained, identity_of
 from worker.engines.transformers_tokenizer import TransformersTokenizer
 from worker.messages import ModelCard
 
@@ -56,13 +56,16 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
     dtype = choose_dtype(settings.dtype, device)
     share_processors(settings.workers, device)
     source = find_model(settings.model)
-    folder, done = files_of(source, settings, dtype, report)
+    folder, done = files_of(source, settings, device, dtype, report)
 
     verb = "loading" if source.hub_name is None else "fetching and loading"
     report(f"{verb} the tokenizer", done)
     config: PreTrainedConfig = from_pretrained(AutoConfig, folder, settings)
     check_architecture(config, settings.model)
     context_length = find_context_length(config, settings.model)
+    check_memory(
+        folder, config, settings, device, dtype, context_length, copies_output_head=prepacked.pays(device, dtype)
+    )
     pretrained_tokenizer = from_pretrained(AutoTokenizer, folder, settings)
     report(f"{verb} the weights", done + 0.2 * (1 - done))
     register()
@@ -74,7 +77,7 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
         )
     report(f"moving the weights to {device}", done + 0.9 * (1 - done))
     model = _on_device(model.eval(), device, settings.model)
-    if prepacked.pays(model):
+    if prepacked.pays(model.device, model.dtype):
         prepacked.prepack(model)
 
     tokenizer = TransformersTokenizer(pretrained_tokenizer, model.generation_config)

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: what is served, and the further names that the settings give it."""
+"""`GET /v1/models`: what is served now, and the further names that the settings give it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from api.models import start_worker
 from api.openai.answers import ERRORS, ModelCard, ModelList
-from api.service import Service, service_of
+from api.service import service_of
 from tasks.codes import CarpoolError
 from tasks.registry import ModelInfo
 
@@ -17,29 +18,27 @@ router = APIRouter(prefix="/v1/models", tags=["openai"], responses=ERRORS)
 
 @router.get("", response_model=ModelList)
 async def list_models(request: Request) -> Response:
-    """List every model that was ever served, and every alias of one."""
-    return JSONResponse({"object": "list", "data": list((await _cards(service_of(request))).values())})
+    """List every model that a living worker serves or loads, and every alias of one."""
+    served = await service_of(request).models.served()
+    return JSONResponse({"object": "list", "data": [_card(name, info) for name, info in served.items()]})
 
 
 @router.get("/{model:path}", response_model=ModelCard)
 async def get_model(model: str, request: Request) -> Response:
-    """Ask for one model, by its name or an alias."""
-    cards = await _cards(service_of(request))
-    if model not in cards:
-        there = ", ".join(sorted(cards)) or "none yet"
-        raise CarpoolError(
-            "model_not_found", f"no worker has ever served the model {model[:128]!r}. There is: {there}", param="model"
-        )
-    return JSONResponse(cards[model])
-
-
-async def _cards(service: Service) -> dict[str, dict[str, Any]]:
-    known = await service.models.known()
-    cards = {name: _card(name, info) for name, info in sorted(known.items())}
-    for alias, name in service.models.aliases.items():
-        if name in known:
-            cards.setdefault(alias, _card(alias, known[name]))
-    return cards
+    """Ask for one of these models, by its name or an alias."""
+    models = service_of(request).models
+    served = await models.served()
+    if model in served:
+        return JSONResponse(_card(model, served[model]))
+    alias = await models.find(model)
+    if alias is None:
+        raise await models.unknown(model)
+    there = ", ".join(served) or "none"
+    raise CarpoolError(
+        "model_not_found",
+        f"no worker serves the model {model[:128]!r} now. {start_worker(alias)}. Served now: {there}",
+        param="model",
+    )
 
 
 def _card(name: str, info: ModelInfo) -> dict[str, Any]:

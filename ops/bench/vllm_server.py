@@ -222,9 +222,10 @@ def _model_files(settings: Mapping[str, Any]) -> tuple[str, str]:
     used = Settings(**settings)
     manager = importlib.import_module("worker.model_manager")
     source = importlib.import_module("worker.engines.model_source").find_model(used.model)
-    dtype = manager.choose_dtype(used.dtype, manager.choose_device(used.device))
+    device = manager.choose_device(used.device)
+    dtype = manager.choose_dtype(used.dtype, device)
     pretrained = importlib.import_module("worker.engines.pretrained")
-    folder, _ = pretrained.files_of(source, used, dtype, lambda phase, fraction: None)
+    folder, _ = pretrained.files_of(source, used, device, dtype, lambda phase, fraction: None)
     return str(folder), str(dtype).removeprefix("torch.")
 
 

@@ -32,11 +32,11 @@ class PrepackedLinear(torch.nn.Module):
         return output
 
 
-def pays(model: PreTrainedModel) -> bool:
-    """Whether prepacking makes this model faster: bfloat16 on a CPU. In float32 it was no gain."""
+def pays(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether prepacking makes a model faster: bfloat16 on a CPU. In float32 it was no gain."""
     return (
-        model.device.type == "cpu"
-        and model.dtype == torch.bfloat16
+        device.type == "cpu"
+        and dtype == torch.bfloat16
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from tasks.settings import Settings
 from worker.engines.base import EngineError, Report
 from worker.engines.gguf_conversion import convert, converted_folder
+from worker.engines.gguf_header import read_header
+from worker.engines.memory import cached_folder, gguf_need, memory_need, require_memory
 from worker.engines.model_source import ModelSource, content_hash
 from worker.engines.transformers_tokenizer import TransformersTokenizer
 
 
-def files_of(source: ModelSource, settings: Settings, dtype: torch.dtype, report: Report) -> tuple[str | Path, float]:
+def files_of(
+    source: ModelSource, settings: Settings, device: torch.device, dtype: torch.dtype, report: Report
+) -> tuple[str | Path, float]:
     """A folder or hub name that can be loaded, and the fraction of the whole load that is done by then.
 
     A GGUF file is unpacked first.
+
+    Raises:
+        EngineError: it can't be unpacked, or its weights will not fit.
     """
     if source.hub_name is not None:
         return source.hub_name, 0.0
@@ -31,6 +39,12 @@ def files_of(source: ModelSource, settings: Settings, dtype: torch.dtype, report
     folder = converted_folder(settings.cache_dir, source.gguf_file, settings.pool, dtype)
     if folder.exists():
         return folder, 0.0
+    header = read_header(source.gguf_file)
+    if header is not None:
+        need = gguf_need(header, dtype, settings.max_batch_size)
+        require_memory(settings.model, need, device)
+        # wherever it goes, it is converted in this machine's memory
+        require_memory(settings.model, replace(need, kv_bytes=0), torch.device("cpu"))
     share = 0.9
     convert(
         source.gguf_file,
@@ -39,6 +53,31 @@ def files_of(source: ModelSource, settings: Settings, dtype: torch.dtype, report
         lambda phase, fraction: report(phase, None if fraction is None else share * fraction),
     )
     return folder, share
+
+
+def check_memory(
+    folder: str | Path,
+    config: PreTrainedConfig,
+    settings: Settings,
+    device: torch.device,
+    dtype: torch.dtype,
+    context_length: int,
+    *,
+    copies_output_head: bool,
+) -> None:
+    """Refuse a model that will not fit. What has still to be fetched from the hub is not known, and passes.
+
+    Raises:
+        EngineError: with the numbers.
+    """
+    place = folder if isinstance(folder, Path) else cached_folder(folder, settings.revision)
+    if place is None:
+        return
+    need = memory_need(
+        place, config, dtype, settings.max_batch_size, context_length, copies_output_head=copies_output_head
+    )
+    if need is not None:
+        require_memory(settings.model, need, device)
 
 
 def from_pretrained(auto_class: Any, folder: str | Path, settings: Settings, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from worker.engines import vllm_setup
 from worker.engines.base import Emission, EngineSequence, Logprob, Report, SequenceError
 from worker.engines.grammar import Grammar, GrammarCompiler
 from worker.engines.model_source import find_model
-from worker.engines.pretrained import files_of, fingerprint, identity_of, load_tokenizer
+from worker.engines.pretrained import check_memory, files_of, fingerprint, identity_of, load_tokenizer
 from worker.engines.transformers_tokenizer import TransformersTokenizer
 from worker.messages import ModelCard
 from worker.model_manager import choose_dtype, share_processors
@@ -205,18 +205,21 @@ def load(settings: Settings, report: Report) -> VllmEngine:
     dtype = choose_dtype(settings.dtype, device)
     share_processors(settings.workers, device)
     source = find_model(settings.model)
-    folder, _ = files_of(source, settings, dtype, lambda phase, fraction: report(phase, 0.1 + 0.5 * (fraction or 0)))
+    folder, _ = files_of(
+        source, settings, device, dtype, lambda phase, fraction: report(phase, 0.1 + 0.5 * (fraction or 0))
+    )
     report("loading the tokenizer", 0.6)
     tokenizer = load_tokenizer(folder, settings)
     config = vllm_setup.config_of(vllm_setup.engine_args(settings, folder, device), settings)
+    model = config.model_config
+    check_memory(folder, model.hf_config, settings, device, model.dtype, model.max_model_len, copies_output_head=False)
     report("vLLM loads and compiles the model", 0.7)
     engine = vllm_setup.start(LLMEngine, config, settings)
-    model = config.model_config
     dtype_name = str(model.dtype).removeprefix("torch.")
     card = ModelCard(
         model=settings.pool,
         engine=ENGINE,
-        device=device.type,
+        device=settings.device if settings.device.startswith(f"{device.type}:") else device.type,
         dtype=dtype_name,
         fingerprint=fingerprint(identity_of(source, settings), tokenizer.vocabulary, ENGINE, dtype_name),
         context_length=model.max_model_len,
