@@ -6,6 +6,7 @@ and the contract is written once. docs/protocol.md explains the transitions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from typing import TypeVar
@@ -66,15 +67,40 @@ class SyncLedger:
 
     def run(self, call: Call[T]) -> T:
         """Run a call. Raises RedisError where the server does not answer in time."""
-        digest = self._digests.get(call.script)
-        if digest is None:
-            digest = self._digests[call.script] = str(self.client.script_load(script_text(call.script)))
+        digest = self._digest(call.script)
         try:
             answer = self.client.evalsha(digest, len(call.keys), *call.keys, *call.args)
         except NoScriptError:
             self.client.script_load(script_text(call.script))
             answer = self.client.evalsha(digest, len(call.keys), *call.keys, *call.args)
         return call.parse(answer)
+
+    def run_all(self, calls: Iterable[Call[T]]) -> list[T]:
+        """Run calls one after the other, in one round trip.
+
+        Raises RedisError where the server does not answer in time or refuses one: others may have been run.
+        """
+        todo = list(calls)
+        if len(todo) == 1:
+            return [self.run(todo[0])]
+        with self.client.pipeline(transaction=False) as pipeline:
+            for call in todo:
+                pipeline.evalsha(self._digest(call.script), len(call.keys), *call.keys, *call.args)
+            answers = pipeline.execute(raise_on_error=False)
+        return [self._answer(call, answer) for call, answer in zip(todo, answers, strict=True)]
+
+    def _answer(self, call: Call[T], answer: object) -> T:
+        if isinstance(answer, NoScriptError):
+            return self.run(call)
+        if isinstance(answer, Exception):
+            raise answer
+        return call.parse(answer)
+
+    def _digest(self, script: str) -> str:
+        digest = self._digests.get(script)
+        if digest is None:
+            digest = self._digests[script] = str(self.client.script_load(script_text(script)))
+        return digest
 
 
 class AsyncLedger:

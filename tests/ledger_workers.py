@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -62,6 +62,19 @@ class FaultyLedger(LedgerOnAClock):
         if fault == "reply lost":
             raise RedisConnectionError(fault)
         return answer
+
+    def run_all(self, calls: Iterable[Call[T]]) -> list[T]:
+        """One round trip, one fault."""
+        todo = list(calls)
+        fault = self.faults.popleft() if self.faults else ""
+        if fault == "request lost":
+            raise RedisConnectionError(fault)
+        answers = [self._ledger.run(call) for call in todo]
+        if fault == "sent twice":
+            answers = [self._ledger.run(call) for call in todo]
+        if fault == "reply lost":
+            raise RedisConnectionError(fault)
+        return answers
 
 
 class RecordedCelery(CelerySide):
@@ -144,7 +157,7 @@ class SimulatedWorker:
         self._scripts = scripts
         self._generation = 1
         self._deaths: list[int] = []
-        self._postponed: deque[Delivery] = deque()
+        self._postponed: list[Delivery] = []
         self._publisher = Publisher(self.ledger, self.slots, self.celery, self._send, lambda _: pump(), POOL)
 
     def _send(self, command: Command) -> None:
@@ -197,8 +210,15 @@ class SimulatedWorker:
                 self.child.unaccepted -= steps
                 steps = 0
             while self._postponed:
-                self._take(self._postponed[0])
-                self._postponed.popleft()
+                together = self._publisher.claimable(self._postponed)
+                if len(together) > 1 and self.child is not None:
+                    for ride in self._publisher.claim(together, PRINT, self.incarnation, self.name):
+                        del self._postponed[0]
+                        if ride is not None:
+                            self._send(ride.add_command())
+                else:
+                    self._take(self._postponed[0])
+                    del self._postponed[0]
             if self.child is not None:
                 for ride in self._publisher.board():
                     self._send(ride.add_command())
@@ -214,9 +234,9 @@ class SimulatedWorker:
         if self.slots.num_free <= 0 or self.child is None:
             self._publisher.refuse(delivery)
         else:
-            ride = self._publisher.claim(delivery, PRINT, self.incarnation, self.name)
-            if ride is not None:
-                self._send(ride.add_command())
+            for ride in self._publisher.claim([delivery], PRINT, self.incarnation, self.name):
+                if ride is not None:
+                    self._send(ride.add_command())
 
     def _take_updates(self) -> int:
         steps = 0

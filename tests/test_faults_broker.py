@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,46 @@ def test_a_subscriber_that_redis_cut_off_for_its_slowness_misses_no_token(
             thread.join(90)
         for i, job in enumerate(jobs):
             assert texts[job] == simulated_text(f"fast {i}", 7, 8000)
+
+
+def test_a_burst_is_taken_with_a_few_calls_and_every_message_of_it_is_recorded(redis_url: str, tmp_path: Path) -> None:
+    with Service(redis_url, tmp_path, max_batch_size=16, simulated_step_ms=20) as service:
+        worker = service.worker()
+        calls = _calls(service, "brpop") + _calls(service, "eval")
+        worker.signal(signal.SIGSTOP)
+        jobs = [service.submit(f"number {i}", max_tokens=100) for i in range(16)]
+        worker.signal(signal.SIGCONT)
+        for job in jobs:
+            service.wait_for_token(job, 1)
+        eventually("all are recorded", lambda: service.client.hlen(keys.UNACKED) == 16)
+        taken = _calls(service, "brpop") + _calls(service, "eval") - calls
+
+        for i, job in enumerate(jobs):
+            assert service.wait_for_end(job)["text"] == simulated_text(f"number {i}", 7, 100)
+        eventually("none is left", lambda: service.client.hlen(keys.UNACKED) == 0)
+        assert taken <= 8
+
+
+def test_a_plain_task_between_invitations_is_taken_by_itself_and_runs(redis_url: str, tmp_path: Path) -> None:
+    with Service(redis_url, tmp_path, max_batch_size=8) as service:
+        jobs: dict[str, str] = {}
+        for i in range(4):
+            jobs[service.submit(f"number {i}", max_tokens=6)] = f"number {i}"
+            native = service.celery.send_task(
+                keys.TASK_NAME, kwargs={"prompt": f"plain {i}", "seed": 7, "max_tokens": 6}
+            )
+            jobs[str(native.id)] = f"plain {i}"
+        service.worker()
+
+        for job, prompt in jobs.items():
+            eventually("it is a job", partial(service.client.exists, keys.job(job)))
+            assert service.wait_for_end(job)["text"] == simulated_text(prompt, 7, 6)
+
+
+def _calls(service: Service, command: str) -> int:
+    """How often the server has run a command."""
+    stats: Any = service.client.info("commandstats")
+    return int(stats.get(f"cmdstat_{command}", {}).get("calls", 0))
 
 
 def test_what_rides_is_unacknowledged_and_nothing_else(service: Service) -> None:

@@ -7,6 +7,7 @@ loads, that is not enough: the slots are the truth, so kombu is asked to look at
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from queue import Empty
 from typing import Any
 
@@ -14,7 +15,8 @@ import structlog
 from kombu.asynchronous import get_event_loop
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
-from kombu.utils.json import dumps
+from kombu.utils.encoding import bytes_to_str
+from kombu.utils.json import dumps, loads
 from redis.exceptions import OutOfMemoryError
 
 from tasks.broker import CarpoolChannel
@@ -22,17 +24,33 @@ from tasks.invitations import INVITATION_HEADER
 
 _log = structlog.get_logger("carpool.broker")
 
-#: Name of the transport option that holds the gate: a function without arguments that says whether to consume.
+#: Name of the transport option that holds the gate: a function without arguments that says how many jobs there is room
+#: for.
 GATE_OPTION = "carpool_gate"
 
-
-_NOTE_DELIVERY = """#!lua flags=allow-oom
-redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
-redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])"""
+#: Notes messages as unacknowledged, as kombu does, and takes further ones from a queue: up to ARGV[1] of those that
+#: hold ARGV[2]. Behind these come time, tag and text of each message to be noted.
+_NOTE_AND_TAKE = """#!lua flags=allow-oom
+for at = 3, #ARGV, 3 do
+  redis.call('ZADD', KEYS[1], ARGV[at], ARGV[at + 1])
+  redis.call('HSET', KEYS[2], ARGV[at + 1], ARGV[at + 2])
+end
+local taken = {}
+for _ = 1, tonumber(ARGV[1]) do
+  local last = redis.call('LINDEX', KEYS[3], -1)
+  if not last or not string.find(last, ARGV[2], 1, true) then break end
+  taken[#taken + 1] = redis.call('RPOP', KEYS[3])
+end
+return taken"""
 
 
 class GatedQoS(kombu_redis.QoS):
-    """Prefetch bound and gate together."""
+    """Prefetch bound and gate together; invitations that come at once are taken at once."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._unrecorded: list[tuple[Any, str]] = []
+        self._is_recording = False
 
     def can_consume(self) -> bool:
         if not super().can_consume():
@@ -42,8 +60,13 @@ class GatedQoS(kombu_redis.QoS):
         # so that a full worker would hear no revoke, and its event loop would spin on the socket.
         if not channel.active_queues:
             return True
-        gate = channel.connection.client.transport_options.get(GATE_OPTION)
-        return gate is None or bool(gate())
+        gate = self._gate()
+        return gate is None or gate() > 0
+
+    def _gate(self) -> Callable[[], int] | None:
+        channel: Any = self.channel
+        gate: Callable[[], int] | None = channel.connection.client.transport_options.get(GATE_OPTION)
+        return gate
 
     def append(self, message: Any, delivery_tag: str) -> None:
         hub = get_event_loop()
@@ -54,21 +77,53 @@ class GatedQoS(kombu_redis.QoS):
         # An invitation is recorded once it is handed on, so that the first token does not wait for it. Lost in between
         # it is sent again, as one that is lost between its pop and its record; a plain task would be lost for good.
         virtual.QoS.append(self, message, delivery_tag)
-        hub.call_soon(self._record_if_kept, message, delivery_tag)
+        self._unrecorded.append((message, delivery_tag))
+        if not self._is_recording:
+            self._is_recording = True
+            hub.call_soon(self._record_and_take)
 
-    def _record_if_kept(self, message: Any, delivery_tag: str) -> None:
+    def _record_and_take(self) -> None:
+        """Record what was handed on, and hand on what else is waiting: two calls for a burst, not two a message."""
         qos: Any = self
-        if delivery_tag in qos._delivered and delivery_tag not in qos._dirty:
-            self._record(message, delivery_tag)
+        try:
+            while self._unrecorded:
+                handed_on, self._unrecorded = self._unrecorded, []
+                kept = [one for one in handed_on if one[1] in qos._delivered and one[1] not in qos._dirty]
+                queue, room = self._room()
+                if not kept and not room:
+                    return
+                for text in self._note(kept, queue, room):
+                    qos.channel.connection._deliver(loads(text), queue)
+        finally:
+            self._is_recording = False
+
+    def _room(self) -> tuple[str, int]:
+        """The queue that this channel consumes, and how many messages it may take of it now."""
+        channel: Any = self.channel
+        if len(channel.active_queues) != 1 or not self.can_consume():
+            return "", 0
+        (queue,) = channel.active_queues
+        # The pop that is on its way may bring one more.
+        room = (self.can_consume_max_estimate() or 0) - bool(channel._in_poll)
+        gate = self._gate()
+        return queue, max(0, room if gate is None else min(room, gate()))
 
     def _record(self, message: Any, delivery_tag: str) -> None:
         # As kombu does it, but also where memory is used up: refused here, a message that is popped already would be
         # lost, and the error would end the worker.
+        self._note([(message, delivery_tag)], "", 0)
+
+    def _note(self, messages: Sequence[tuple[Any, str]], queue: str, room: int) -> list[str]:
         qos: Any = self
-        delivery = message.delivery_info
-        kept = dumps([message._raw, delivery["exchange"], delivery["routing_key"]])
+        arguments: list[Any] = [room, INVITATION_HEADER]
+        for message, tag in messages:
+            delivery = message.delivery_info
+            kept = dumps([message._raw, delivery["exchange"], delivery["routing_key"]])
+            arguments += [time.time(), tag, kept]
+        keys = (qos.unacked_index_key, qos.unacked_key, queue)
         with qos.channel.conn_or_acquire() as client:
-            client.eval(_NOTE_DELIVERY, 2, qos.unacked_index_key, qos.unacked_key, delivery_tag, time.time(), kept)
+            taken: list[str | bytes] = client.eval(_NOTE_AND_TAKE, len(keys), *keys, *arguments)
+        return [str(bytes_to_str(text)) for text in taken]
 
     def restore_visible(self, *arguments: Any, **options: Any) -> None:
         try:

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -147,9 +147,9 @@ class LLMEngine:
         """A message has come."""
         self._inbox.put(delivery)
 
-    def wants_messages(self) -> bool:
-        """The gate of the broker: the child is ready and a slot is free."""
-        return self._state == "ready" and self._num_free > 0
+    def num_wanted(self) -> int:
+        """The gate of the broker: how many slots are free, once the child is ready."""
+        return self._num_free if self._state == "ready" else 0
 
     def drain(self) -> None:
         """No new claims; riders get `drain_s` to finish, the rest is handed back at its position."""
@@ -264,8 +264,12 @@ class LLMEngine:
             self._postponed.extend(self._unrecorded)
             self._unrecorded.clear()
         while self._postponed:
-            self._take(self._postponed[0])
-            del self._postponed[0]
+            together = self._publisher.claimable(self._postponed)
+            if len(together) > 1 and self._state == "ready" and self._card is not None:
+                self._claim(together, self._card.fingerprint)
+            else:
+                self._take(self._postponed[0])
+                del self._postponed[0]
         if self._state == "ready":
             for ride in self._publisher.board():
                 self._give_to_child(ride)
@@ -293,7 +297,13 @@ class LLMEngine:
         elif self._slots.num_free <= 0 or self._state != "ready" or self._card is None:
             self._publisher.refuse(delivery)
         else:
-            ride = self._publisher.claim(delivery, self._card.fingerprint, self.incarnation, self.name)
+            for ride in self._publisher.claim([delivery], self._card.fingerprint, self.incarnation, self.name):
+                if ride is not None:
+                    self._give_to_child(ride)
+
+    def _claim(self, together: Sequence[Delivery], fingerprint: str) -> None:
+        for ride in self._publisher.claim(together, fingerprint, self.incarnation, self.name):
+            del self._postponed[0]
             if ride is not None:
                 self._give_to_child(ride)
 

@@ -10,7 +10,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 
@@ -18,7 +18,7 @@ from tasks import keys
 from tasks.codes import CarpoolError
 from tasks.entries import decode
 from tasks.ledger import SyncLedger
-from tasks.ledger_types import Rider, SlotAnswer, SlotWrite
+from tasks.ledger_types import Claim, Rider, SlotAnswer, SlotWrite
 from worker.delivery import CelerySide, Delivery
 from worker.messages import Abort, Command
 from worker.workload_manager import End, Ride, RideState, WorkloadManager
@@ -90,17 +90,36 @@ class Publisher:
         if pool:
             self._pump(pool)
 
-    def claim(self, delivery: Delivery, fingerprint: str, incarnation: str, worker: str) -> Ride | None:
-        """Make the job ours and give it a free slot, at the position of its log.
+    def claimable(self, waiting: Sequence[Delivery]) -> list[Delivery]:
+        """Invitations at the head of those that wait, to different jobs that do not ride here, and a slot for each.
 
-        Returns the ride where it has boarded with its claim: the child is to be given it now.
+        What needs more than a claim is no such one: a plain task, another message of a job that rides.
         """
-        nonce = self._nonces.setdefault(delivery.id, uuid.uuid4().hex)
-        claim = self._ledger.run(
-            self._calls.claim(
-                delivery.id, nonce, fingerprint, incarnation, worker, os.getpid(), board=not self._slots.has_suspects
-            )
+        together: dict[str, Delivery] = {}
+        for delivery in waiting[: self._slots.num_free]:
+            if delivery.native or delivery.id in together or self._slots.get(delivery.id) is not None:
+                break
+            together[delivery.id] = delivery
+        return list(together.values())
+
+    def claim(
+        self, deliveries: Sequence[Delivery], fingerprint: str, incarnation: str, worker: str
+    ) -> Iterator[Ride | None]:
+        """Make the jobs ours, in one round trip, and give each a free slot, at the position of its log.
+
+        One after the other is dealt with as the caller asks for it; where the ledger goes away in between, the rest may
+        be claimed again. Yields the ride where it has boarded with its claim: the child is to be given it now.
+        """
+        board = not self._slots.has_suspects
+        nonces = [self._nonces.setdefault(delivery.id, uuid.uuid4().hex) for delivery in deliveries]
+        claims = self._ledger.run_all(
+            self._calls.claim(delivery.id, nonce, fingerprint, incarnation, worker, os.getpid(), board=board)
+            for delivery, nonce in zip(deliveries, nonces, strict=True)
         )
+        for delivery, nonce, claim in zip(deliveries, nonces, claims, strict=True):
+            yield self._claimed(delivery, nonce, claim)
+
+    def _claimed(self, delivery: Delivery, nonce: str, claim: Claim) -> Ride | None:
         if claim.verdict == "mismatch":
             self.refuse(delivery)
             del self._nonces[delivery.id]

@@ -48,7 +48,7 @@ def serve(settings: Settings, name: str, executor: ModelExecutor, inbox: queue.S
     shutdown = _Shutdown()
     engine = LLMEngine(settings, celery, name, shutdown.give_up, executor, inbox)
     celery.llm_engine = engine
-    use_gate(celery.conf, engine.wants_messages)
+    use_gate(celery.conf, engine.num_wanted)
     remote_control.install(celery, settings)
     worker = celery.Worker(
         hostname=f"{name}@{socket.gethostname()}",
