@@ -149,7 +149,7 @@ def test_a_plain_task_between_invitations_is_taken_by_itself_and_runs(redis_url:
         service.worker()
 
         for job, prompt in jobs.items():
-            eventually("it is a job", partial(service.client.exists, keys.job(job)))
+            eventually("it is a job", partial(service.client.exists, keys.record(job)))
             assert service.wait_for_end(job)["text"] == simulated_text(prompt, 7, 6)
 
 

@@ -89,7 +89,8 @@ class GatedQoS(kombu_redis.QoS):
             while self._unrecorded:
                 handed_on, self._unrecorded = self._unrecorded, []
                 kept = [one for one in handed_on if one[1] in qos._delivered and one[1] not in qos._dirty]
-                queue, room = self._room()
+                queue = str(handed_on[-1][0].delivery_info["routing_key"])
+                room = self._room(queue)
                 if not kept and not room:
                     return
                 for text in self._note(kept, queue, room):
@@ -97,16 +98,15 @@ class GatedQoS(kombu_redis.QoS):
         finally:
             self._is_recording = False
 
-    def _room(self) -> tuple[str, int]:
-        """The queue that this channel consumes, and how many messages it may take of it now."""
+    def _room(self, queue: str) -> int:
+        """How many messages may be taken of a queue now."""
         channel: Any = self.channel
-        if len(channel.active_queues) != 1 or not self.can_consume():
-            return "", 0
-        (queue,) = channel.active_queues
+        if queue not in channel.active_queues or not self.can_consume():
+            return 0
         # The pop that is on its way may bring one more.
         room = (self.can_consume_max_estimate() or 0) - bool(channel._in_poll)
         gate = self._gate()
-        return queue, max(0, room if gate is None else min(room, gate()))
+        return max(0, room if gate is None else min(room, gate()))
 
     def _record(self, message: Any, delivery_tag: str) -> None:
         # As kombu does it, but also where memory is used up: refused here, a message that is popped already would be

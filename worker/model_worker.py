@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -196,6 +197,10 @@ def main(settings: Settings, command_pipe: Connection[Any, Any], update_pipe: Co
     except EngineError as error:
         updates.send(Broken(str(error)))
         sys.exit(EXIT_BROKEN)
+    # What a load leaves behind is a million objects that stay: to look through them again, as the collector does now and
+    # then, takes as long as several steps.
+    gc.collect()
+    gc.freeze()
     updates.send(Ready(engine.card, time.perf_counter() - started))
     try:
         StepLoop(engine, commands, updates.send, settings.run_ahead_steps).run()
