@@ -33,7 +33,7 @@ from worker.model_executor import ChildSaid, ModelExecutor
 GIB = 2**30
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 #: Keys and values of two layers with two heads of 8 numbers each.
-KV_NUMBERS_PER_TOKEN = 2 * 2 * 2 * 8
+KV_NUMBERS_PER_TOKEN = 2 * 2 * 1 * 32
 
 
 @pytest.fixture(scope="module")

@@ -197,8 +197,8 @@ def main(settings: Settings, command_pipe: Connection[Any, Any], update_pipe: Co
     except EngineError as error:
         updates.send(Broken(str(error)))
         sys.exit(EXIT_BROKEN)
-    # What a load leaves behind is a million objects that stay: to look through them again, as the collector does now and
-    # then, takes as long as several steps.
+    # A load leaves a million objects that stay: to look through them again, as the collector does now and then, takes
+    # as long as several steps.
     gc.collect()
     gc.freeze()
     updates.send(Ready(engine.card, time.perf_counter() - started))
