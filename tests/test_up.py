@@ -158,8 +158,9 @@ def test_a_stream_outlives_the_death_of_every_process_in_turn(tmp_path: Path) ->
     with Instance(tmp_path, settings=settings) as instance:
         instance.ready()
         arguments = ["generate", "Hello", "--seed", "5", "--max-tokens", "400", "--data-dir", str(instance.data_dir)]
+        # Unbuffered: `communicate` does not give what a buffer has read ahead.
         with subprocess.Popen(
-            [CARPOOL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=plain_environment()
+            [CARPOOL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=plain_environment()
         ) as stream:
             assert stream.stdout is not None
             text = stream.stdout.read(12)
@@ -172,8 +173,8 @@ def test_a_stream_outlives_the_death_of_every_process_in_turn(tmp_path: Path) ->
                     f"all runs again after the {role} was killed",
                 )
             rest, errors = stream.communicate(timeout=90)
-        assert (stream.returncode, errors) == (0, "")
-        assert text + rest == completion("Hello", 5, 400) + "\n"
+        assert (stream.returncode, errors) == (0, b"")
+        assert (text + rest).decode() == completion("Hello", 5, 400) + "\n"
         assert "worker-1 died (killed by SIGKILL): it is started again" in instance.output
 
 
