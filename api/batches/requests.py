@@ -71,8 +71,8 @@ async def draft_line(
 
 
 def _check_is_for_batches(request: OpenAIRequest) -> None:
-    for name in ("stream", "background"):
-        if getattr(request, name, False):
+    for name in ("stream", "background", "webhook_url"):
+        if getattr(request, name, None):
             raise CarpoolError(
                 "unsupported_field", f"{name}: the answers of a batch come in its output. Leave it out", param=name
             )
