@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Final
 
 from ops import preflight
 from ops.child import ChildSpec
@@ -23,12 +24,14 @@ from ops.process import signal_group, wait_until_ended
 from ops.redis_guardian import MARGIN_S, STOP_S
 from ops.supervisor import Plan, Supervisor
 from tasks.lifeline import LIFELINE_VARIABLE
-from tasks.settings import Settings
+from tasks.settings import PREFIX, Settings
+from tasks.webhook_secrets import webhook_secrets
 
 PROCESS_NAME_VARIABLE = "CARPOOL_PROCESS_NAME"
 FLOWER_PORT = 5555
 API_STOP_S = 20.0
 _DESCRIPTORS = 65536
+_NEED_WEBHOOK_SECRETS: Final = frozenset({"api", "webhooks"})
 
 
 def raise_descriptor_limit() -> None:
@@ -106,6 +109,7 @@ def check(settings: Settings, display: Display) -> Settings:
     preflight.check_model_path(settings)
     preflight.check_host(settings)
     preflight.check_disk(settings)
+    webhook_secrets(settings)
     port = preflight.claim_port(settings.host, settings.port)
     if "redis_url" in settings.model_fields_set:
         preflight.check_redis(settings)
@@ -124,6 +128,7 @@ def make_plan(settings: Settings, data: DataDir, stack: ExitStack) -> Plan:
         embedded = EmbeddedRedis.prepare(data.redis, settings)
         settings = settings.model_copy(update={"redis_url": embedded.url})
     base = _child_environment(settings, lifeline)
+    sends_webhooks = bool(webhook_secrets(settings))
     flower_port = _flower_port() if settings.flower else None
     flower_password = secrets.token_urlsafe(12)
 
@@ -133,7 +138,7 @@ def make_plan(settings: Settings, data: DataDir, stack: ExitStack) -> Plan:
             role=role,
             name=name,
             command=carpool_command(role, *arguments),
-            environment={**base, PROCESS_NAME_VARIABLE: name, **environment},
+            environment={**_what_it_needs(role, base), PROCESS_NAME_VARIABLE: name, **environment},
             stop_s=stop_s,
             pass_fds=(lifeline, tenants_writer),
         )
@@ -147,6 +152,8 @@ def make_plan(settings: Settings, data: DataDir, stack: ExitStack) -> Plan:
         )
     others = [spec("api", "api", API_STOP_S)]
     others += [spec("worker", f"worker-{n}", settings.drain_s + MARGIN_S) for n in range(1, settings.workers + 1)]
+    if sends_webhooks:
+        others.append(spec("webhooks", "webhooks", settings.webhook_timeout_s + MARGIN_S))
     notes: tuple[tuple[str, str], ...] = ()
     if flower_port is not None:
         # The password goes by the environment, since every user of the machine can read a command line.
@@ -178,6 +185,12 @@ def _child_environment(settings: Settings, lifeline: int) -> Mapping[str, str]:
         LIFELINE_VARIABLE: str(lifeline),
         "PYTHONUNBUFFERED": "1",  # what a killed child wrote stands in its log
     }
+
+
+def _what_it_needs(role: Role, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without secrets that are none of this part's business."""
+    hidden = () if role in _NEED_WEBHOOK_SECRETS else (f"{PREFIX}WEBHOOK_SECRET", f"{PREFIX}WEBHOOK_SECRET_FILE")
+    return {name: value for name, value in environment.items() if name not in hidden}
 
 
 def _flower_port() -> int:
