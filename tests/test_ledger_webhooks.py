@@ -135,10 +135,6 @@ def test_every_end_of_a_job_with_a_webhook_is_in_the_outbox_with_it(
     assert claim.ended_ms == int(ledger.field("j", "finished_at"))
 
 
-def every_end_is_in_the_outbox(ledger: LedgerOnAClock) -> None:
-    test_every_end_of_a_job_with_a_webhook_is_in_the_outbox_with_it(ledger, by_its_owner)
-
-
 def test_a_job_without_a_webhook_leaves_nothing_behind(ledger: LedgerOnAClock) -> None:
     ledger.accept()
     ledger.finish(ledger.claim())
@@ -155,9 +151,8 @@ def test_a_job_accepted_twice_has_one_webhook(ledger: LedgerOnAClock) -> None:
     assert ledger.dump() == before
 
 
-def test_an_end_that_a_release_without_webhooks_wrote_is_found_within_a_minute(redis_client: redis.Redis) -> None:
-    old = LedgerOnAClock(redis_client, Settings(), WITHOUT_WEBHOOKS.scripts())
-    ledger = LedgerOnAClock(redis_client, Settings())
+def test_an_end_that_a_release_without_webhooks_wrote_is_found_within_a_minute(ledger: LedgerOnAClock) -> None:
+    old = LedgerOnAClock(ledger.client, Settings(), WITHOUT_WEBHOOKS.scripts())
     ledger.accept(webhook=URL)
     old.finish(old.claim())
     webhooks = Webhooks(ledger)
@@ -336,8 +331,8 @@ def test_attempts_that_kill_their_worker_are_given_up_too(ledger: LedgerOnAClock
     assert webhooks.view()["status"] == "failed"
 
 
-def test_an_event_that_no_worker_was_there_for_is_tried_once_whatever_the_span(redis_client: redis.Redis) -> None:
-    ledger = LedgerOnAClock(redis_client, Settings(webhook_retry_s=0))
+def test_an_event_that_no_worker_was_there_for_is_tried_once_whatever_the_span(ledger: LedgerOnAClock) -> None:
+    ledger = LedgerOnAClock(ledger.client, Settings(webhook_retry_s=0), ledger.changed)
     webhooks = ended(ledger)
     ledger.advance(1800)
     assert webhooks.claim().verdict == "ok"
@@ -364,8 +359,8 @@ def expiries(ledger: LedgerOnAClock, id: str = "j") -> set[int]:
     return {int(str(ledger.client.pexpiretime(name))) for name in names}
 
 
-def test_a_job_is_kept_until_its_event_is_delivered_and_then_for_its_retention(redis_client: redis.Redis) -> None:
-    ledger = LedgerOnAClock(redis_client, Settings(retention_s=600, idempotency_s=600))
+def test_a_job_is_kept_until_its_event_is_delivered_and_then_for_its_retention(ledger: LedgerOnAClock) -> None:
+    ledger = LedgerOnAClock(ledger.client, Settings(retention_s=600, idempotency_s=600), ledger.changed)
     ledger.accept(webhook=URL, idempotency="i", body_hash="b", deadline_s=60)
     rider = ledger.claim()
     kept_s = DAY_S + 3600
