@@ -54,6 +54,10 @@ class Acceptance:
     batch: str = ""
     webhook: str = ""
 
+    def __post_init__(self) -> None:
+        if self.webhook and (self.is_group or self.batch):
+            raise ValueError("a webhook is of one job alone: not of a group, nor of a line of a batch")
+
 
 @dataclass(frozen=True, slots=True)
 class Invitation:

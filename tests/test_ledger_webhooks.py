@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import redis
@@ -13,7 +14,7 @@ from tasks.app import plain_celery
 from tasks.invitations import INVITATION_HEADER, invitation_template
 from tasks.settings import Settings
 from tasks.webhook_calls import Attempt, DeliveryClaim, WebhookCalls, event_id
-from tests.ledger_harness import LedgerOnAClock, listening, restore, snapshot
+from tests.ledger_harness import LedgerOnAClock, acceptance, listening, restore, snapshot
 from tests.mutation import Mutation, one
 
 URL = "https://example.com/hooks?token=abc"
@@ -141,6 +142,12 @@ def test_a_job_without_a_webhook_leaves_nothing_behind(ledger: LedgerOnAClock) -
     assert not ledger.client.exists(keys.HOOKS)
     assert ledger.view("j")["webhook"] is None
     assert Webhooks(ledger).claim().verdict == "gone"
+
+
+@pytest.mark.parametrize("more", [{"is_group": True}, {"batch": "b"}])
+def test_groups_and_lines_of_batches_have_no_webhook(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="of one job alone"):
+        acceptance("j", webhook=URL, **more)
 
 
 def test_a_job_accepted_twice_has_one_webhook(ledger: LedgerOnAClock) -> None:

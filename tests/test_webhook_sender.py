@@ -137,6 +137,13 @@ def test_a_second_address_is_tried_where_the_first_does_not_answer() -> None:
         assert post(sender(find=find), "http://receiver.test/").status_code == 200
 
 
+def test_a_family_that_leads_nowhere_does_not_use_up_all_tries() -> None:
+    with Receiver() as receiver:
+        nowhere = [f"fd00::{number:x}" for number in range(1, 9)]
+        find = Names([*nowhere, "127.0.0.1"], port=receiver.port)
+        assert post(sender(20, find=find), "http://receiver.test/").status_code == 200
+
+
 def test_a_name_that_does_not_exist_is_told() -> None:
     assert refused(sender(), "http://nothing.invalid/").startswith("dns: ")
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -17,14 +21,15 @@ import psutil
 import pytest
 import redis
 
+from ops.process import with_parent_death_signal
 from tasks import keys
 from tasks.ledger import script_text
 from tasks.settings import Settings
 from tests.api_server import ApiServer, running_api
 from tests.receiver import OTHER_SECRET, SECRET, Received, Receiver, Reply
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, free_port
 from tests.scripted_owner import ScriptedOwner
-from tests.service import eventually
+from tests.service import ROOT, eventually
 from tests.webhooks_process import WebhooksProcess, webhook_settings
 
 
@@ -54,9 +59,10 @@ class World:
 
     def settled(self, id: str, status: str = "delivered") -> dict[str, Any]:
         """Wait until nothing is left to be done."""
-        return eventually(
-            f"the webhook of {id} is {status}", lambda: (found := self.webhook(id))["status"] == status and found
+        found: dict[str, Any] = eventually(
+            f"the webhook of {id} is {status}", lambda: (seen := self.webhook(id))["status"] == status and seen
         )
+        return found
 
 
 @pytest.fixture
@@ -166,6 +172,42 @@ def test_a_long_text_is_left_out_and_can_be_fetched(world: World, webhooks: Webh
     assert len(request.body) < 2000
     assert (event["text_omitted"], event["data"]["text"]) == (True, None)
     assert len(world.view(id)["text"]) == 300_000
+
+
+def test_the_receiver_of_the_document_does_what_it_says(
+    world: World, webhooks: WebhooksProcess, tmp_path: Path
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/webhooks.md").read_text(), re.DOTALL)
+    program = tmp_path / "receiver.py"
+    program.write_text(code)
+    port = free_port()
+    environment = {**os.environ, "CARPOOL_WEBHOOK_SECRET": SECRET, "PORT": str(port)}
+    receiver = subprocess.Popen(
+        with_parent_death_signal([sys.executable, str(program)], signal.SIGKILL),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        url = f"http://127.0.0.1:{port}/hook"
+        assert eventually("it listens", lambda: unsigned_post(url)) == 401
+        id = world.submit(webhook_url=url)
+        world.owner.run([" a"], id)
+        assert [attempt["status_code"] for attempt in world.settled(id)["attempts"]] == [204]
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == f'job.succeeded {id} " a"\n'
+    finally:
+        receiver.kill()
+        receiver.communicate()
+
+
+def unsigned_post(url: str) -> int | None:
+    """The status of a POST that nobody signed, None where nobody answers."""
+    try:
+        return httpx2.post(url, json={"type": "job.succeeded"}, trust_env=False).status_code
+    except httpx2.TransportError:
+        return None
 
 
 # --- receivers that fail ----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import socket
 import ssl
 import time
@@ -115,7 +116,7 @@ class Sender:
             what = refusal(ipaddress.ip_address(address.host), allow_private=self._allow_private)
             if what is not None:
                 raise DeliveryError(f"address_refused: the host has a {what} address, and webhooks go to public ones")
-        return found[:_MOST_ADDRESSES]
+        return _both_families(found)[:_MOST_ADDRESSES]
 
     def _connect(self, addresses: Sequence[SocketAddress], deadline: _Deadline) -> socket.socket:
         reason = ""
@@ -146,6 +147,14 @@ class Sender:
             raise DeliveryError(f"timeout: no answer within {self._timeout_s:g} s") from None
         except OSError as error:
             raise DeliveryError(f"tls: {_reason(error)}") from None
+
+
+def _both_families(found: Sequence[SocketAddress]) -> list[SocketAddress]:
+    """In turn one of each family, in the resolver's order: where one of them leads nowhere, the other is soon tried."""
+    first = [address for address in found if address.family is found[0].family]
+    second = [address for address in found if address.family is not found[0].family]
+    pairs = itertools.zip_longest(first, second)
+    return [address for pair in pairs for address in pair if address is not None]
 
 
 def _exchange(
