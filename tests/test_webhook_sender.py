@@ -375,21 +375,24 @@ def test_retry_after_is_a_number_of_seconds_or_a_date(header: str, seconds: floa
 
 def test_a_host_that_does_not_answer_has_its_share_and_no_more() -> None:
     hosts = Hosts(2)
-    with hosts.enter("slow") as first, hosts.enter("slow") as second:
+    with hosts.enter("slow", "a") as first, hosts.enter("slow", "b") as second:
         assert (first, second) == (0, 0)
-        with hosts.enter("slow") as third, hosts.enter("other") as other:
+        with hosts.enter("slow", "c") as third, hosts.enter("other", "d") as other:
             assert third > 0
             assert other == 0
-    with hosts.enter("slow") as again:
+    with hosts.enter("slow", "c") as again:
         assert again == 0
 
 
 def test_what_is_put_off_comes_back_one_after_the_other() -> None:
     hosts = Hosts(1)
-    waits = []
-    with hosts.enter("slow"):
-        for _ in range(50):
-            with hosts.enter("slow") as wait_s:
-                waits.append(wait_s)
-    assert waits == sorted(waits)
-    assert waits[-1] > 10 * waits[0]
+    with hosts.enter("slow", "first"):
+        waits = [put_off(hosts, str(number)) for number in range(50)]
+        assert waits == sorted(waits)
+        assert waits[-1] > 10 * waits[0]
+        assert [put_off(hosts, str(number)) for number in range(50)] == [waits[-1]] * 50, "each counts once"
+
+
+def put_off(hosts: Hosts, job: str) -> float:
+    with hosts.enter("slow", job) as wait_s:
+        return wait_s

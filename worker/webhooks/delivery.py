@@ -94,7 +94,7 @@ class Deliverer:
             url = parse_webhook_url(claim.url)
         except ValueError as error:  # a release with other rules took it
             return Attempt("failed", error=f"url: {error}")
-        with self._hosts.enter(url.host) as put_off_s:
+        with self._hosts.enter(url.host, id) as put_off_s:
             if put_off_s:
                 return Attempt("busy", wait_s=put_off_s)
             return self._send(id, claim, url)
