@@ -72,6 +72,7 @@ class Draft:
         request: what the endpoint needs to answer again in its own shape, as JSON.
         default_priority: of a request that names none.
         batch: the batch that this is a line of, "" where it is none.
+        webhook: URL that is told of the end, checked; "" where none is. Of one job alone, not of a group.
     """
 
     options: JobOptions
@@ -85,6 +86,7 @@ class Draft:
     idempotency: Idempotency | None = None
     default_priority: int = NORMAL
     batch: str = ""
+    webhook: str = ""
 
     @property
     def num_jobs(self) -> int:
@@ -254,6 +256,7 @@ class Intake:
             body_hash=draft.idempotency.body_hash if draft.idempotency else "",
             priority=priority_number(options.priority, draft.default_priority),
             batch=draft.batch,
+            webhook=draft.webhook,
         )
 
     async def _record(self, acceptance: Acceptance) -> tuple[Accepted, bool | None]:

@@ -44,6 +44,7 @@ async def submit(body: SubmitJob, request: Request) -> Response:
         [] if body.prompt is None else [body.prompt],
         messages=body.messages,
         idempotency=await idempotency_of(request),
+        webhook=service.webhooks.check(body.webhook_url),
     )
     alias, model = await service.models.choose(body.model)
     ticket = await service.intake.accept(draft, alias, model)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from api.plain_json import PlainJson
 from tasks.acceptance import JOB_MAX_TOKENS
 from tasks.job_request import JobOptions, JobRequest, Prompt
+from tasks.webhook_urls import parse_webhook_url
 
 
 def refuse(value: Any) -> Any:
@@ -25,6 +26,19 @@ def hides(*names: str) -> ConfigDict:
             schema.get("properties", {}).pop(name, None)
 
     return ConfigDict(json_schema_extra=hide)
+
+
+def _webhook_url(value: str) -> str:
+    parse_webhook_url(value)
+    return value
+
+
+#: Where the end of a job is told.
+WebhookUrl = Annotated[
+    str,
+    AfterValidator(_webhook_url),
+    Field(description="Is sent a signed POST when the job has ended.", examples=["https://example.com/hooks/carpool"]),
+]
 
 
 class PromptOptions(PlainJson, JobOptions):
@@ -85,6 +99,8 @@ class SubmitJob(PlainJson, JobRequest):
 
     default_max_tokens: ClassVar[int] = JOB_MAX_TOKENS
 
+    webhook_url: WebhookUrl | None = None
+
 
 class GeneratedText(BaseModel):
     """Prompt and completion."""
@@ -129,6 +145,27 @@ class JobUrls(BaseModel):
     cancel: str
 
 
+class WebhookAttempt(BaseModel):
+    """One attempt to deliver: the status that the receiver answered with, or why there is none."""
+
+    at: float
+    status_code: int | None
+    error: str | None
+    duration_ms: int
+
+
+class WebhookView(BaseModel):
+    """A job's webhook and its last 50 attempts; a query is not shown, for it may hold a secret."""
+
+    url: str
+    event_id: str
+    status: Literal["waiting", "pending", "delivered", "failed"] = Field(
+        description="waiting: the job has not ended; pending: to be delivered, or tried again; failed: given up."
+    )
+    attempts: list[WebhookAttempt]
+    next_attempt_at: float | None
+
+
 class JobView(BaseModel):
     """A job, or a group of jobs with `children` and `texts`. Times are seconds since 1970."""
 
@@ -154,6 +191,7 @@ class JobView(BaseModel):
     error: ErrorDetail | None
     metadata: dict[str, Any] | None
     group: str | None
+    webhook: WebhookView | None
     urls: JobUrls
     durable: bool | None = Field(None, description="With CARPOOL_ACK_AFTER_FSYNC: whether the record is on disk.")
 

@@ -22,6 +22,7 @@ from tasks.lifeline import watch_lifeline
 from tasks.logs import configure_logging
 from tasks.redis_clients import check_server, connect, redacted
 from tasks.settings import Settings, SettingsError
+from tasks.webhook_secrets import webhook_secrets
 
 _log = structlog.get_logger("carpool.api")
 #: Open streams end at once; this is for answers that are being written.
@@ -48,10 +49,11 @@ def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; then end within a few seconds, with exit code 0. Cancels no job.
 
     Raises:
-        SettingsError: the host may not be served so, or its port is taken.
+        SettingsError: the host may not be served so, its port is taken, or a secret of webhooks is none.
         CarpoolError: the Redis server would lose jobs, or its ledger is of a newer release.
     """
     check_host(settings)
+    webhook_secrets(settings)
     configure_logging(settings)
     raise_file_limit()
     check_redis(settings)

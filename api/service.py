@@ -20,6 +20,7 @@ from api.models import Models
 from api.relay import Relay
 from api.revokes import RevokeListener
 from api.stream import JobEvents, JobStream
+from api.webhooks import WebhookGate
 from tasks.app import create_celery
 from tasks.codes import CarpoolError
 from tasks.invitations import invitation_template
@@ -43,6 +44,7 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.webhooks = WebhookGate(settings)
         self.client = connect_async(settings)
         self._celery = create_celery(settings)
         invitation = invitation_template(self._celery)

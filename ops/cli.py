@@ -132,10 +132,10 @@ def api(
     serve(settings)
 
 
-def _default_name() -> str:
+def _default_name(role: str) -> str:
     from ops.up import PROCESS_NAME_VARIABLE
 
-    return os.environ.get(PROCESS_NAME_VARIABLE) or f"worker-{socket.gethostname()}"
+    return os.environ.get(PROCESS_NAME_VARIABLE) or f"{role}-{socket.gethostname()}"
 
 
 @app.command()
@@ -166,7 +166,7 @@ def worker(
         share_gpus=share_gpus,
         redis_url=redis_url,
     )
-    name = name or _default_name()
+    name = name or _default_name("worker")
     if check:
         _check_heartbeat(settings, name)
         return
@@ -189,6 +189,23 @@ def _check_heartbeat(settings: Settings, name: str) -> None:
         cause = f"No heartbeat of {name}" if beats is not None else "Redis does not answer"
         raise OperationError(cause, "Look at the worker's log")
     typer.echo(f"{name}: {found[0].state}")
+
+
+@app.command()
+def webhooks(
+    name: Annotated[str | None, typer.Option(help="The worker's name; else webhooks-<host name>.")] = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Run one worker that delivers webhooks alone, on the Redis of CARPOOL_REDIS_URL."""
+    from ops import preflight
+    from worker.webhooks.main import required_secrets, run
+
+    settings = _settings(debug, redis_url=redis_url)
+    required_secrets(settings)
+    if not _is_supervised():
+        preflight.check_redis(settings)
+    raise typer.Exit(run(settings, name or _default_name("webhooks")))
 
 
 @app.command()
@@ -232,7 +249,7 @@ def _write(text: str) -> None:
 def status(as_json: JsonOption = False, data_dir: DataDirOption = None, redis_url: RedisUrl = None) -> None:
     """Show each process of the instance: role, pid, state."""
     from ops.instance import DataDir, RunFile
-    from ops.status import collect, exit_code, read_heartbeats
+    from ops.status import collect, exit_code, read_heartbeats, read_webhook_workers
 
     settings = _settings(data_dir=data_dir, redis_url=redis_url)
     data = DataDir(settings.data_dir.expanduser().absolute())
@@ -246,7 +263,7 @@ def status(as_json: JsonOption = False, data_dir: DataDirOption = None, redis_ur
         raise typer.Exit(ExitCode.NOT_RUNNING)
     if run is not None:
         settings = settings.model_copy(update={"redis_url": run.redis_url})
-    found = collect(data, run, read_heartbeats(settings))
+    found = collect(data, run, read_heartbeats(settings), read_webhook_workers(settings))
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(process) for process in found], indent=2))
     else:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from ops.errors import PreconditionError
 from ops.process import ProcessIdentity
 
-Role = Literal["supervisor", "redis", "api", "worker", "model-worker", "flower"]
+Role = Literal["supervisor", "redis", "api", "worker", "model-worker", "webhooks", "flower"]
 RUN_FILE_VERSION = 1
 
 

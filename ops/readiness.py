@@ -15,6 +15,7 @@ from ops.instance import RunFile
 from tasks.redis_clients import connect_async
 from tasks.registry import WorkerInfo, list_workers_async
 from tasks.settings import Settings
+from tasks.webhook_workers import list_webhook_workers_async
 
 #: How often a part that is starting is asked whether it is there: it has no way to call us.
 PROBE_S = 0.1
@@ -51,7 +52,8 @@ class Readiness:
         probes = {"redis": self._redis_answers, "api": self._api_accepts, "flower": self._flower_listens}
         watches = [self._watch(child, probes[child.spec.role]) for child in children if child.spec.role in probes]
         workers = [child for child in children if child.spec.role == "worker"]
-        await asyncio.gather(*watches, self._watch_workers(workers))
+        webhooks = [self._watch_webhooks(child) for child in children if child.spec.role == "webhooks"]
+        await asyncio.gather(*watches, *webhooks, self._watch_workers(workers))
 
     def worker_started(self) -> None:
         """A worker's process was started: look at its heartbeat until it is ready."""
@@ -71,6 +73,21 @@ class Readiness:
                 where = f"{self._api_url} takes jobs, {self._api_url}/docs" if child.spec.role == "api" else "runs"
                 self._display.done(child.spec.name, where)
             await child.unready()
+
+    async def _watch_webhooks(self, child: Child) -> None:
+        client = connect_async(self._settings, max_connections=1)
+
+        async def delivers() -> bool:
+            try:
+                # by pid: the word of a process that was killed counts for a while
+                return child.entry.pid in {worker.pid for worker in await list_webhook_workers_async(client)}
+            except RedisError:
+                return False
+
+        try:
+            await self._watch(child, delivers)
+        finally:
+            await client.aclose()
 
     async def _watch_workers(self, workers: Sequence[Child]) -> None:
         client = connect_async(self._settings, max_connections=2)

@@ -19,6 +19,7 @@ from ops.redis_guardian import read_server
 from tasks.redis_clients import connect
 from tasks.registry import WorkerInfo, list_workers
 from tasks.settings import Settings
+from tasks.webhook_workers import WebhookWorker, list_webhook_workers
 
 GOOD = frozenset({"running", "ready"})
 
@@ -81,12 +82,27 @@ def read_heartbeats(settings: Settings) -> list[WorkerInfo] | None:
         return None
 
 
-def collect(data: DataDir, run: RunFile | None, heartbeats: Sequence[WorkerInfo] | None) -> list[ProcessStatus]:
+def read_webhook_workers(settings: Settings) -> list[WebhookWorker] | None:
+    """The workers that deliver webhooks, or None where Redis does not answer."""
+    try:
+        with connect(settings) as client:
+            return list_webhook_workers(client)
+    except RedisError:
+        return None
+
+
+def collect(
+    data: DataDir,
+    run: RunFile | None,
+    heartbeats: Sequence[WorkerInfo] | None,
+    webhooks: Sequence[WebhookWorker] | None = None,
+) -> list[ProcessStatus]:
     """Every process of the instance, and workers elsewhere that share its Redis.
 
     Args:
         run: the instance's run file, or None where none runs here.
         heartbeats: None where Redis does not answer.
+        webhooks: workers that deliver webhooks; None where Redis does not answer.
     """
     found: list[ProcessStatus] = []
     seen: set[str] = set()
@@ -100,6 +116,8 @@ def collect(data: DataDir, run: RunFile | None, heartbeats: Sequence[WorkerInfo]
             seen |= {beat.incarnation} if beat else set()
             found.append(_worker(entry, beat, supervised, answers=heartbeats is not None))
             found.extend(_model_workers(entry, beat))
+        elif entry.role == "webhooks":
+            found.append(_webhooks(entry, webhooks, supervised))
         else:
             found.append(_plain(entry, supervised))
     if run is not None and not run.embedded_redis:
@@ -109,6 +127,11 @@ def collect(data: DataDir, run: RunFile | None, heartbeats: Sequence[WorkerInfo]
         lives = beat.host != socket.gethostname() or psutil.pid_exists(beat.pid)
         if beat.incarnation not in seen and lives:
             found.extend(_elsewhere(beat))
+    known = {entry.pid for entry in entries}
+    for other in webhooks or ():
+        is_here = other.host == socket.gethostname()
+        if not (is_here and (other.pid in known or not psutil.pid_exists(other.pid))):
+            found.append(ProcessStatus("webhooks", other.name, other.pid, "running", host=other.host))
     return found
 
 
@@ -203,6 +226,15 @@ def _of_worker(beat: WorkerInfo) -> dict[str, Any]:
 def _of_model(beat: WorkerInfo) -> dict[str, Any]:
     names = ("host", "pool", "engine", "device", "model", "dtype", "context_length", "version")
     return {name: getattr(beat, name) for name in names}
+
+
+def _webhooks(entry: ProcessEntry, heard: Sequence[WebhookWorker] | None, supervised: bool) -> ProcessStatus:
+    plain = _plain(entry, supervised)
+    if plain.pid is None or heard is None or plain.state != "running":
+        return plain
+    if plain.pid not in {worker.pid for worker in heard}:
+        return replace(plain, state="stalled", detail="it does not look for webhooks")
+    return replace(plain, host=socket.gethostname())
 
 
 def _model_workers(entry: ProcessEntry, beat: WorkerInfo | None) -> Iterator[ProcessStatus]:

@@ -1,8 +1,8 @@
 """The supervisor behind `carpool up`: brings the parts up in order, keeps them alive, drains them in order.
 
 Order of start: workers and Redis side by side (a worker loads its model while it waits for Redis), then the API. Order
-of the drain: workers, then API and Flower, then Redis, so that everyone can write down how far it came. Every child
-leads a session of its own, so Ctrl-C in the terminal reaches the supervisor alone; a supervisor that is killed is
+of the drain: workers, then API, webhooks and Flower, then Redis, so that everyone can write down how far it came. Every
+child leads a session of its own, so Ctrl-C in the terminal reaches the supervisor alone; a supervisor that is killed is
 noticed by its children (`tasks/lifeline.py`).
 """
 
@@ -27,7 +27,7 @@ from tasks.redis_clients import check_server, connect
 from tasks.settings import Settings
 
 _ROTATE_S = 60.0
-_DRAIN_ORDER: tuple[tuple[str, ...], ...] = (("worker",), ("api", "flower"), ("redis",))
+_DRAIN_ORDER: tuple[tuple[str, ...], ...] = (("worker",), ("api", "webhooks", "flower"), ("redis",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         settings: with the addresses that were found; the children get the same.
         redis: the embedded server's guardian, or None where a server was named.
-        others: API, workers and Flower.
+        others: API, workers, webhooks and Flower.
         flower_port: where Flower will listen, if it is among them.
         notes: further rows of the closing box.
     """

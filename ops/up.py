@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Final
 
 from ops import preflight
 from ops.child import ChildSpec
@@ -24,12 +25,14 @@ from ops.process import signal_group, wait_until_ended
 from ops.redis_guardian import MARGIN_S, STOP_S
 from ops.supervisor import Plan, Supervisor
 from tasks.lifeline import LIFELINE_VARIABLE
-from tasks.settings import Settings
+from tasks.settings import PREFIX, Settings
+from tasks.webhook_secrets import webhook_secrets
 
 PROCESS_NAME_VARIABLE = "CARPOOL_PROCESS_NAME"
 FLOWER_PORT = 5555
 API_STOP_S = 20.0
 _DESCRIPTORS = 65536
+_NEED_WEBHOOK_SECRETS: Final = frozenset({"api", "webhooks"})
 
 
 def raise_descriptor_limit() -> None:
@@ -108,6 +111,7 @@ def check(settings: Settings, display: Display) -> Settings:
     preflight.check_model_path(settings)
     preflight.check_host(settings)
     preflight.check_disk(settings)
+    webhook_secrets(settings)
     port = preflight.claim_port(settings.host, settings.port)
     if "redis_url" in settings.model_fields_set:
         preflight.check_redis(settings)
@@ -130,6 +134,7 @@ def make_plan(settings: Settings, data: DataDir, stack: ExitStack, devices: Sequ
         embedded = EmbeddedRedis.prepare(data.redis, settings)
         settings = settings.model_copy(update={"redis_url": embedded.url})
     base = _child_environment(settings, lifeline)
+    sends_webhooks = bool(webhook_secrets(settings))
     flower_port = _flower_port() if settings.flower else None
     flower_password = secrets.token_urlsafe(12)
 
@@ -139,7 +144,7 @@ def make_plan(settings: Settings, data: DataDir, stack: ExitStack, devices: Sequ
             role=role,
             name=name,
             command=carpool_command(role, *arguments),
-            environment={**base, PROCESS_NAME_VARIABLE: name, **environment},
+            environment={**_what_it_needs(role, base), PROCESS_NAME_VARIABLE: name, **environment},
             stop_s=stop_s,
             pass_fds=(lifeline, tenants_writer),
         )
@@ -158,6 +163,8 @@ def make_plan(settings: Settings, data: DataDir, stack: ExitStack, devices: Sequ
         spec("worker", f"worker-{n}", settings.drain_s + MARGIN_S, CARPOOL_DEVICE=device)
         for n, device in enumerate(devices, start=1)
     ]
+    if sends_webhooks:
+        others.append(spec("webhooks", "webhooks", settings.webhook_timeout_s + MARGIN_S))
     notes: tuple[tuple[str, str], ...] = ()
     if flower_port is not None:
         # The password goes by the environment, since every user of the machine can read a command line.
@@ -189,6 +196,12 @@ def _child_environment(settings: Settings, lifeline: int) -> Mapping[str, str]:
         LIFELINE_VARIABLE: str(lifeline),
         "PYTHONUNBUFFERED": "1",  # what a killed child wrote stands in its log
     }
+
+
+def _what_it_needs(role: Role, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without secrets that are none of this part's business."""
+    hidden = () if role in _NEED_WEBHOOK_SECRETS else (f"{PREFIX}WEBHOOK_SECRET", f"{PREFIX}WEBHOOK_SECRET_FILE")
+    return {name: value for name, value in environment.items() if name not in hidden}
 
 
 def _flower_port() -> int:

@@ -56,13 +56,19 @@ class CarpoolCelery(Celery):
     llm_engine: Any = None
 
 
-def create_celery(settings: Settings | None = None) -> CarpoolCelery:
-    """An application for these settings; without any, for those of the environment, read when first needed."""
+def plain_celery(settings: Settings | None = None) -> CarpoolCelery:
+    """An application that knows no task yet; without settings, for those of the environment, read when first needed."""
     celery = CarpoolCelery("carpool", set_as_current=settings is None)
     if settings is None:
         celery.add_defaults(lambda: celery_config(load_settings()))
     else:
         celery.conf.update(celery_config(settings))
+    return celery
+
+
+def create_celery(settings: Settings | None = None) -> CarpoolCelery:
+    """An application with the task of generation workers; the settings are as of `plain_celery`."""
+    celery = plain_celery(settings)
 
     @celery.task(name=keys.TASK_NAME, Strategy="worker.strategy:strategy", typing=False, shared=False)
     def generate(*args: object, **job: object) -> None:

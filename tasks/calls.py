@@ -85,6 +85,7 @@ class Calls:
                 "files_most": settings.max_files_bytes,
                 "upload": UPLOAD_S * 1000,
                 "batch_window": settings.batch_window,
+                "hook_span": round(settings.webhook_retry_s * 1000),
             },
             separators=(",", ":"),
         )
@@ -235,6 +236,7 @@ def acceptance_body(request: Acceptance) -> dict[str, Any]:
         "native": "1" if request.native else "",
         "priority": request.priority,
         "batch": request.batch,
+        "webhook": request.webhook,
     }
 
 

@@ -23,6 +23,7 @@ CODES: Final[dict[str, Code]] = {
     for code in (
         Code("invalid_request", 422, _INVALID),
         Code("unsupported_field", 422, _INVALID),
+        Code("webhooks_not_configured", 422, _INVALID),
         Code("invalid_json", 400, _INVALID),
         Code("invalid_http", 400, _INVALID),
         Code("context_length_exceeded", 400, _INVALID),

@@ -17,18 +17,18 @@ from tasks import entries, keys
 #: Header of an invitation: without the job's record it is dropped, where a plain task would be accepted.
 INVITATION_HEADER: Final = "carpool_invitation"
 
-# What a script puts in, by name (`send_invitation` in tasks/lua/prelude.lua).
+# What a script puts in, by name (`send_message` in tasks/lua/prelude.lua).
 _ID: Final = "@id@"
 _QUEUE: Final = "@queue@"
 _TAG: Final = "@tag@"
 
 
-def invitation_template(celery: Celery) -> str:
+def invitation_template(celery: Celery, task_name: str = keys.TASK_NAME) -> str:
     """The message that `send_task` would send, as kombu's virtual transports keep it, for no job in particular.
 
     Celery and kombu make it themselves, for kombu's transport in memory, so that it follows their releases.
     """
-    task = celery.amqp.as_task_v2(_ID, keys.TASK_NAME, (), {}, argsrepr="()", kwargsrepr="{}", ignore_result=True)
+    task = celery.amqp.as_task_v2(_ID, task_name, (), {}, argsrepr="()", kwargsrepr="{}", ignore_result=True)
     with kombu.Connection("memory://") as connection:
         connection.Producer(serializer="json").publish(
             task.body,

@@ -22,9 +22,11 @@
 | `{carpool}:tick`, `{carpool}:grace`, `{carpool}:reaper` | last look of the reaper; end of grace; its lock | reaper | minutes |
 | `celery-task-meta-<id>` string | Celery's result record | claim, terminal | as the record |
 | `{carpool}:versions` zset | versions that living processes read, when last heard | keeper | two minutes |
+| `{carpool}:hook` zset | jobs whose webhook is not delivered: when to look at it next | accept, terminal, webhooks' scripts | as the longest job |
+| `{carpool}:hook:workers` zset | workers that deliver webhooks, until when they count as alive | webhooks' scripts | seconds, renewed |
 | `{carpool}:probe` string | whether Redis takes writes | API | seconds |
 | `{carpool}:models` hash, `{carpool}:schema` string | pools that have ever been served; the version that new records get | worker; start, keeper | for ever, constant in number |
-| `carpool.<pool>`, `carpool` lists, `_kombu.binding.*`, `{carpool}:unacked*` | the broker's own | kombu | kombu's |
+| `carpool.<pool>`, `carpool.webhooks`, `carpool` lists, `_kombu.binding.*`, `{carpool}:unacked*` | the broker's own | kombu | kombu's |
 
 Channels carry the database's number, because PUBLISH ignores it.
 """
@@ -47,6 +49,9 @@ FILES_BYTES = f"{PREFIX}files:bytes"
 BATCHES = f"{PREFIX}batches"
 BATCHES_LIVE = f"{PREFIX}batches:live"
 
+HOOKS = f"{PREFIX}hook"
+HOOK_WORKERS = f"{PREFIX}hook:workers"
+
 UNACKED = f"{PREFIX}unacked"
 UNACKED_INDEX = f"{PREFIX}unacked_index"
 UNACKED_MUTEX = f"{PREFIX}unacked_mutex"
@@ -54,6 +59,10 @@ UNACKED_MUTEX = f"{PREFIX}unacked_mutex"
 #: Queue of tasks that are sent with plain Celery, without the API.
 NATIVE_QUEUE = "carpool"
 TASK_NAME = "carpool.generate"
+#: The pool of this name would have the queue of the webhooks.
+RESERVED_POOL = "webhooks"
+WEBHOOK_QUEUE = "carpool.webhooks"
+WEBHOOK_TASK = "carpool.deliver_webhook"
 
 
 def record(id: str) -> str:
@@ -138,3 +147,8 @@ def channel(db: int, id: str) -> str:
 def owner_channel(db: int, incarnation: str) -> str:
     """Where a worker is told that one of its riders has to stop."""
     return f"{PREFIX}{db}:o:{incarnation}"
+
+
+def webhooks_channel(db: int) -> str:
+    """Where it is published that the event of a job's end is to be delivered."""
+    return f"{PREFIX}{db}:hooks"

@@ -24,8 +24,12 @@ T = TypeVar("T")
 #: Parts that some scripts share, and stand before them in this order. All have the prelude.
 _FILES = ("files",)
 _BATCHES = ("files", "batches")
+_WEBHOOKS = ("webhooks",)
 PARTS = {
-    "accept": ("acceptance",),
+    "accept": ("acceptance", *_WEBHOOKS),
+    "webhook_pump": _WEBHOOKS,
+    "webhook_claim": _WEBHOOKS,
+    "webhook_settle": _WEBHOOKS,
     "file_append": _FILES,
     "file_finish": _FILES,
     "file_delete": _FILES,

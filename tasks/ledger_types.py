@@ -31,6 +31,7 @@ class Acceptance:
         request: what the endpoint needs to answer again in its own shape, as JSON; recorded without effect.
         priority: from 0, which comes first, to 9.
         batch: the batch that this is a line of, "" where it is none.
+        webhook: URL that is told of the end, "" where none is; of one job alone, not of a group or a line of a batch.
         idempotency, body_hash: hash of scope and key, hash of the canonical body; "" without a key.
     """
 
@@ -51,6 +52,11 @@ class Acceptance:
     native: bool = False
     priority: int = NORMAL
     batch: str = ""
+    webhook: str = ""
+
+    def __post_init__(self) -> None:
+        if self.webhook and (self.is_group or self.batch):
+            raise ValueError("a webhook is of one job alone: not of a group, nor of a line of a batch")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from tasks.keys import RESERVED_POOL
 
 PREFIX = "CARPOOL_"
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
@@ -123,6 +125,22 @@ class Settings(BaseSettings):
     visibility_s: float = Field(600, gt=0, description="Broker: an unacknowledged message comes again after so long.")
     drain_s: float = Field(30, ge=0, description="On SIGTERM: time for riding sequences to finish before hand-back.")
 
+    # Webhooks
+    webhook_secret: SecretStr = Field(
+        SecretStr(""),
+        description="Signs webhooks: `whsec_…`; several with blanks between, while one takes another's place.",
+    )
+    webhook_secret_file: Path | None = Field(None, description="A file that holds them instead.")
+    webhook_allow_private: bool = Field(False, description="Webhooks may go to private and loopback addresses too.")
+    webhook_timeout_s: float = Field(15, gt=0, le=60, description="Longest time of one attempt to deliver a webhook.")
+    webhook_retry_s: float = Field(
+        86400, ge=0, le=7 * 86400, description="A webhook is tried for so long after the job's end; 0: once."
+    )
+    webhook_backoff_s: float = Field(
+        5, gt=0, le=3600, description="Wait after the first failed attempt; it doubles, up to an hour."
+    )
+    webhook_concurrency: int = Field(16, ge=1, le=256, description="Webhooks that one worker delivers at once.")
+
     # Supervisor
     workers: int = Field(1, ge=0, le=64, description="Generation workers that `carpool up` starts.")
     flower: bool = Field(False, description="Start Flower too.")
@@ -153,6 +171,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"CARPOOL_ENGINE_ARGS={self.engine_args!r} are arguments of vLLM, and CARPOOL_ENGINE={self.engine}. "
                 "Leave them out, or set CARPOOL_ENGINE=vllm"
+            )
+        if self.pool == RESERVED_POOL:
+            raise ValueError(
+                f"a model cannot be served as {RESERVED_POOL!r}, which is the name of the webhooks' queue. "
+                "Give it another name with CARPOOL_SERVED_MODEL_NAME"
             )
         return self
 
@@ -211,6 +234,8 @@ class Settings(BaseSettings):
 
 #: Variables that are no settings: how the supervisor tells its children who they are.
 INTERNAL_VARIABLES = frozenset({"CARPOOL_LIFELINE_FD", "CARPOOL_PROCESS_NAME"})
+#: Parts of names whose values stand in no message.
+_HIDDEN = ("SECRET", "PASSWORD")
 
 
 def _parse_engine_args(text: str) -> dict[str, Any]:
@@ -228,6 +253,8 @@ def _parse_engine_args(text: str) -> dict[str, Any]:
 
 
 def _as_text(value: object) -> str:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
     return ("true" if value else "false") if isinstance(value, bool) else str(value)
 
 
@@ -242,7 +269,9 @@ def load_settings(overrides: Mapping[str, Any] | None = None) -> Settings:
         if key.startswith(PREFIX) and key not in known and key not in INTERNAL_VARIABLES:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"Did you mean {near[0]}?" if near else "docs/settings.md lists the settings."
-            raise SettingsError(f"{key}={os.environ[key]!r} is no setting of Carpool. {hint}")
+            # a misspelt name may hold what is to be shown nowhere
+            value = "…" if any(word in key for word in _HIDDEN) else repr(os.environ[key])
+            raise SettingsError(f"{key}={value} is no setting of Carpool. {hint}")
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     try:
         return Settings(**given)
@@ -255,4 +284,5 @@ def _explain(item: dict[str, Any]) -> str:
     if not item["loc"]:
         return message
     key = f"{PREFIX}{str(item['loc'][0]).upper()}"
-    return f"{key}={item['input']!r}: {message[0].lower()}{message[1:]}"
+    value = "…" if any(word in key for word in _HIDDEN) else repr(item["input"])
+    return f"{key}={value}: {message[0].lower()}{message[1:]}"

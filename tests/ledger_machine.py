@@ -1,4 +1,5 @@
-"""A world around the ledger's very scripts, on a real server: two workers, a broker, a keeper, and all that breaks.
+"""A world around the ledger's very scripts, on a real server: two workers, a broker, a keeper, two workers that deliver
+webhooks, and all that breaks.
 
 After every call of a script the world looks at all that Redis holds and says what must be true there. The actions are
 chosen by Hypothesis (tests/test_ledger_machine.py) or by a seeded walk (tests/ledger_walk.py).
@@ -17,6 +18,7 @@ from tasks import keys
 from tasks.calls import Call
 from tasks.entries import decode
 from tasks.settings import Settings
+from tests.ledger_deliverers import LEASE_S, Deliverer, Told
 from tests.ledger_harness import (
     POOL,
     ChangedScripts,
@@ -35,6 +37,9 @@ SETTINGS = Settings(retention_s=3600, idempotency_s=3600, max_deaths=6, max_clai
 #: One job kills its process at token 4; the others are innocent.
 SCRIPTS = {"a": Script(10), "b": Script(3), "c": Script(7), "d": Script(12), "poison": Script(8, poison_at=4)}
 JOBS = tuple(SCRIPTS)
+#: These have a webhook.
+TOLD = ("a", "c", "poison")
+URL = "https://example.com/hook"
 DEADLINE_S = 7200
 ENDED = ("succeeded", "failed", "cancelled", "expired")
 CELERY_STATES = {"succeeded": "SUCCESS", "failed": "FAILURE", "cancelled": "REVOKED", "expired": "FAILURE"}
@@ -72,6 +77,8 @@ class World:
         self.ledger = WatchedLedger(client, changed, self.check)
         self.seen = {id: Seen() for id in JOBS}
         self.workers = [self._new_worker(i) for i in range(2)]
+        self.told = Told()
+        self.deliverers = [Deliverer(self.ledger, self.told) for _ in range(2)]
         self._tags = itertools.count(1)
         self._lost: list[tuple[str, str]] = []
         self._snapshot: tuple[Snapshot, dict[str, bool]] | None = None
@@ -87,7 +94,7 @@ class World:
 
     def accept(self, id: str, twice: bool = False) -> None:
         for _ in range(1 + twice):
-            self.ledger.accept(id, deadline_s=DEADLINE_S)
+            self.ledger.accept(id, deadline_s=DEADLINE_S, webhook=URL if id in TOLD else "")
             self.seen[id].accepted = True
             self.check()
         self.pump()
@@ -199,6 +206,30 @@ class World:
         for ride in worker.slots.rides:
             self.seen[ride.id].deaths += 1
 
+    # --- webhooks ---------------------------------------------------------------------------------------------------
+
+    def look_for_webhooks(self, i: int) -> None:
+        if not self.deliverers[i].paused:
+            self.deliverers[i].pump()
+
+    def deliver(self, i: int, fails: bool = False, faults: tuple[str, ...] = ()) -> None:
+        if not self.deliverers[i].paused:
+            self.deliverers[i].turn(fails, faults)
+
+    def deliverer_sleeps_or_wakes(self, i: int) -> None:
+        self.deliverers[i].paused = not self.deliverers[i].paused
+
+    def deliverer_dies(self, i: int) -> None:
+        self.deliverers[i] = Deliverer(self.ledger, self.told)
+
+    def lose_webhook_message(self) -> None:
+        self.client.lpop(keys.WEBHOOK_QUEUE)
+
+    def double_webhook_message(self) -> None:
+        message = self.client.lindex(keys.WEBHOOK_QUEUE, 0)
+        if message:
+            self.client.lpush(keys.WEBHOOK_QUEUE, str(message))
+
     # --- time and Redis ---------------------------------------------------------------------------------------------
 
     def advance(self, seconds: int) -> None:
@@ -239,12 +270,14 @@ class World:
                 pipeline.zscore(keys.wait(POOL), id)
                 pipeline.zscore(keys.invited(POOL), id)
                 pipeline.get(f"celery-task-meta-{id}")
+                pipeline.zscore(keys.HOOKS, id)
                 for key in (keys.record(id), keys.log(id), keys.text(id), f"celery-task-meta-{id}"):
                     pipeline.pexpiretime(key)
-            for key in (keys.DUE, keys.wait(POOL), keys.invited(POOL), "{carpool}:jobs:all", keys.TICK, keys.GRACE):
+            shared = (keys.DUE, keys.wait(POOL), keys.invited(POOL), keys.HOOKS, keys.HOOK_WORKERS)
+            for key in (*shared, "{carpool}:jobs:all", keys.TICK, keys.GRACE):
                 pipeline.pexpiretime(key)
             found: list[Any] = pipeline.execute()
-        size = 11
+        size = 12
         for i, id in enumerate(JOBS):
             self._check_job(id, *found[i * size : (i + 1) * size])
         assert all(expires != -1 for expires in found[len(JOBS) * size :]), "a shared key without an expiry"
@@ -261,6 +294,7 @@ class World:
         waits: float | None,
         invited: float | None,
         celery: str | None,
+        outbox: float | None,
         *expiries: int,
     ) -> None:
         seen = self.seen[id]
@@ -291,8 +325,20 @@ class World:
             assert int(record["strikes"]) < SETTINGS.max_attempts
             assert int(record["deaths"]) < SETTINGS.max_deaths
         assert status != "cancelled" or seen.wanted_stop
+        self._check_webhook(id, record, outbox, is_over)
         self._check_change(seen, record)
         seen.record = record
+
+    def _check_webhook(self, id: str, record: dict[str, str], outbox: float | None, is_over: bool) -> None:
+        state = record.get("hook", "")
+        assert (outbox is not None) == (id in TOLD and state == ""), (
+            "the outbox holds what is not delivered, and no more"
+        )
+        assert state in ("", "delivered")
+        assert state == "" or is_over
+        assert state == "" or self.told.knows(id), "delivered, and the receiver has not heard of it"
+        if outbox is not None:
+            assert outbox <= self.ledger.now_ms + 60_000, "nobody would look at it for long"
 
     def _check_change(self, seen: Seen, record: dict[str, str]) -> None:
         if not (before := seen.record):
@@ -341,6 +387,21 @@ class World:
             if seen.accepted:
                 assert seen.record["status"] in ENDED, f"{id} never ends: {seen.record}"
                 self._check_end(id, seen)
+        self._finish_webhooks()
+
+    def _finish_webhooks(self) -> None:
+        """Every end is told, within the time that a dead worker's attempt or a lost message takes."""
+        wanted = [id for id in TOLD if self.seen[id].accepted]
+        for deliverer in self.deliverers:
+            deliverer.paused = False
+        for _ in range(2 * LEASE_S):
+            for i in range(2):
+                self.look_for_webhooks(i)
+                for _ in range(3):
+                    self.deliver(i)
+            self.advance(1)
+        for id in wanted:
+            assert self.ledger.field(id, "hook") == "delivered", f"the end of {id} is never told"
 
     def _check_end(self, id: str, seen: Seen) -> None:
         view, script = self.ledger.view(id), SCRIPTS[id]

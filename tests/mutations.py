@@ -11,5 +11,6 @@ from tests.mutations_of_ends import DEATHS, ENDS
 from tests.mutations_of_reaper import REAPER
 from tests.mutations_of_rides import ACCEPT, CLAIM, STEP
 from tests.mutations_of_versions import VERSIONS
+from tests.mutations_of_webhooks import WEBHOOKS
 
-MUTATIONS = (*ACCEPT, *CLAIM, *STEP, *ENDS, *DEATHS, *REAPER, *VERSIONS, *PRIORITIES, *FILES, *BATCHES)
+MUTATIONS = (*ACCEPT, *CLAIM, *STEP, *ENDS, *DEATHS, *REAPER, *VERSIONS, *PRIORITIES, *FILES, *BATCHES, *WEBHOOKS)

@@ -77,7 +77,7 @@ CLAIM = (
     Mutation(
         "claim: a record of a newer release",
         "an old worker would misread it during a rolling upgrade",
-        one("if tonumber(j.v) > C.version then", "if false then"),
+        one("if tonumber(j.v) > C.version then return { 'newer', j.v } end\n"),
         (test_ledger.test_a_record_of_a_newer_release_is_not_claimed,),
     ),
     Mutation(

@@ -30,6 +30,8 @@ def check(state: State, setting: Setting) -> str:
     ends = ledger.log.count(END)
     if ends != (ledger.status not in LIVE):
         return f"{ends} ends in a job that is {ledger.status}"
+    if ledger.told != (ledger.status not in LIVE):
+        return f"{'an event' if ledger.told else 'no event'} of a job that is {ledger.status}"
     if ends and ledger.log[-1] != END:
         return "a token after the end"
     if ledger.status in LIVE and ledger.strikes >= MAX_ATTEMPTS:

@@ -23,7 +23,7 @@ LIVE = ("queued", "running")
 class Ledger(NamedTuple):
     """The job's record and its log: numbers of tokens in the order in which they were written, `END` for the end.
 
-    `intruded`: somebody else than the owner has written.
+    `intruded`: somebody else than the owner has written. `told`: the end's event is in the outbox of webhooks.
     """
 
     status: str = "queued"
@@ -39,6 +39,7 @@ class Ledger(NamedTuple):
     died_gen: int = 0
     log: tuple[int, ...] = ()
     intruded: bool = False
+    told: bool = False
 
 
 class Call(NamedTuple):
@@ -129,7 +130,8 @@ class Setting:
 def terminal(ledger: Ledger, status: str, setting: Setting) -> Ledger:
     if ledger.status not in LIVE:
         return ledger
-    return ledger._replace(status=status, epoch=ledger.epoch + 1, leased=False, log=(*ledger.log, END))
+    told = "outbox" not in setting.without
+    return ledger._replace(status=status, epoch=ledger.epoch + 1, leased=False, log=(*ledger.log, END), told=told)
 
 
 def _charge(ledger: Ledger, setting: Setting) -> Ledger:

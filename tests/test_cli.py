@@ -196,6 +196,28 @@ def test_a_setting_that_does_not_fit_is_named_with_its_value(
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_webhooks_without_a_secret_are_refused_with_the_command_that_makes_one() -> None:
+    done = carpool("webhooks")
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr.startswith("Error: CARPOOL_WEBHOOK_SECRET is not set")
+    assert "echo whsec_$(openssl rand -base64 32)" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "api", "webhooks"])
+def test_a_secret_that_is_none_is_refused_and_not_shown(command: str, own_redis: RedisServer, tmp_path: Path) -> None:
+    settings = {
+        "CARPOOL_WEBHOOK_SECRET": "hunter2hunter2",
+        "CARPOOL_REDIS_URL": own_redis.url,
+        "CARPOOL_DATA_DIR": str(tmp_path / "data"),
+        "CARPOOL_ENGINE": "simulated",
+        "CARPOOL_PORT": "0",
+    }
+    done = carpool(command, settings=settings)
+    assert done.returncode == ExitCode.USAGE, done.stderr
+    assert "CARPOOL_WEBHOOK_SECRET: secret 1 is not whsec_" in done.stderr
+    assert "hunter2" not in done.stdout + done.stderr
+
+
 def test_an_unknown_option_is_a_usage_error() -> None:
     done = carpool("up", "--wrokers", "2")
     assert done.returncode == ExitCode.USAGE

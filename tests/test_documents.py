@@ -56,5 +56,15 @@ def test_every_key_of_the_ledger_is_in_the_table_of_keys() -> None:
     ):
         assert f"`{example}`" in table
     shared = (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA, keys.VERSIONS)
-    for constant in (*shared, keys.FILES, keys.FILES_UNTIL, keys.FILES_BYTES, keys.BATCHES, keys.BATCHES_LIVE):
+    assert f"`{keys.WEBHOOK_QUEUE}`" in table
+    for constant in (
+        *shared,
+        keys.HOOKS,
+        keys.HOOK_WORKERS,
+        keys.FILES,
+        keys.FILES_UNTIL,
+        keys.FILES_BYTES,
+        keys.BATCHES,
+        keys.BATCHES_LIVE,
+    ):
         assert f"`{constant}`" in table

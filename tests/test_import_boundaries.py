@@ -19,6 +19,7 @@ TORCH_FREE = {
     "the contract": tuple(f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)),
     "the API": ("api.app", "api.server"),
     "the LLM engine": ("worker.main", "worker.serve", "worker.llm_engine", "worker.model_executor", "worker.strategy"),
+    "the worker of webhooks": ("worker.webhooks.main",),
     "the simulated engine": ("worker.engines.simulated",),
     "the supervisor": ("ops.cli", "ops.up", "ops.supervisor", "ops.status"),
 }

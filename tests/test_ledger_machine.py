@@ -84,6 +84,20 @@ class LedgerMachine(RuleBasedStateMachine):
     def process(self, i: int, what: str) -> None:
         getattr(self.world, what)(i)
 
+    @rule(i=WORKERS, times=st.integers(1, 3), fails=st.booleans(), calls=CALLS)
+    def deliver(self, i: int, times: int, fails: bool, calls: tuple[str, ...]) -> None:
+        self.world.look_for_webhooks(i)
+        for _ in range(times):
+            self.world.deliver(i, fails, calls)
+
+    @rule(i=WORKERS, what=st.sampled_from(("deliverer_dies", "deliverer_sleeps_or_wakes")))
+    def deliverer(self, i: int, what: str) -> None:
+        getattr(self.world, what)(i)
+
+    @rule(what=st.sampled_from(("lose_webhook_message", "double_webhook_message")))
+    def broker_of_webhooks(self, what: str) -> None:
+        getattr(self.world, what)()
+
     @rule(what=st.sampled_from(("lose_message", "double_message", "visibility_runs_out")))
     def broker(self, what: str) -> None:
         getattr(self.world, what)()

@@ -147,6 +147,7 @@ BAD_BODIES: Mapping[str, tuple[dict[str, Any], int, str, str | None]] = {
     "no messages": ({"messages": []}, 400, "invalid_request", "messages"),
     "too long": ({"max_completion_tokens": 9000}, 400, "context_length_exceeded", "max_completion_tokens"),
     "a stream": ({"stream": True}, 400, "unsupported_field", "stream"),
+    "a webhook": ({"webhook_url": "https://example.com/"}, 400, "unsupported_field", "webhook_url"),
     "half a surrogate": ({"user": "\ud800"}, 400, "invalid_request", "user"),
     "too many": ({"n": 17}, 400, "invalid_request", "n"),
     "what fails": ({"messages": [{"role": "user", "content": "x [[raise]]@1"}]}, 500, "engine_error", None),

@@ -48,10 +48,10 @@ def run_script(script: str, path: str | None = None) -> subprocess.CompletedProc
     )
 
 
-def compose_services() -> dict[str, Any]:
+def compose_services(*options: str) -> dict[str, Any]:
     """The services as Compose itself understands them; it needs no container engine for that."""
     program = Path(sys.executable).with_name("docker-compose")
-    command = [str(program), "--file", str(ROOT / "docker-compose.yml"), "config", "--format", "json"]
+    command = [str(program), "--file", str(ROOT / "docker-compose.yml"), *options, "config", "--format", "json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     services: dict[str, Any] = json.loads(done.stdout)["services"]
     return services
@@ -215,8 +215,20 @@ def test_compose_serves_this_machine_only_and_keeps_the_ledger() -> None:
     ]
 
 
+def test_compose_delivers_webhooks_where_it_is_asked_to() -> None:
+    services = compose_services("--profile", "webhooks")
+    assert set(services) == {"redis", "api", "worker", "webhooks"}
+    webhooks = services["webhooks"]
+    assert webhooks["command"] == ["webhooks"]
+    assert "ports" not in webhooks
+    assert {name for name in services if "CARPOOL_WEBHOOK_SECRET" in services[name].get("environment", {})} == {
+        "api",
+        "webhooks",
+    }
+
+
 def test_compose_sets_only_settings_that_exist() -> None:
-    services = compose_services()
+    services = compose_services("--profile", "webhooks")
     named = {name for service in services.values() for name in service.get("environment", {})}
     known = {f"CARPOOL_{name.upper()}" for name in Settings.model_fields}
     assert named <= known - INTERNAL_VARIABLES

@@ -37,6 +37,7 @@ FENCES = {
     "died_gen": Setting(faults=1, poison_at=1),
     "died_gen order": Setting(faults=1, poison_at=1),
     "run-ahead": Setting(faults=0),
+    "outbox": Setting(faults=0),
     "release owner, owned status": Setting(faults=2),
 }
 

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
+import psutil
 import pytest
 import redis
 
 from ops.errors import ExitCode
 from tests.instance import CARPOOL, Instance, carpool, ended, plain_environment, until
+from tests.receiver import SECRET, Receiver
 from tests.redis_server import RedisServer
 from worker.simulation import completion
 
@@ -303,6 +305,52 @@ def test_flower_asks_for_the_password_that_is_shown(tmp_path: Path) -> None:
         instance.interrupt(signal.SIGTERM)
         assert instance.process.wait(60) == ExitCode.OK
         all_end(pids)
+
+
+def test_with_a_secret_webhooks_are_delivered_by_a_process_of_their_own(tmp_path: Path) -> None:
+    settings = {"CARPOOL_WEBHOOK_SECRET": SECRET, "CARPOOL_WEBHOOK_ALLOW_PRIVATE": "1"}
+    with Receiver() as receiver, Instance(tmp_path, settings=settings) as instance:
+        instance.ready()
+        roles = [process["role"] for process in instance.status()]
+        assert roles == ["supervisor", "redis", "api", "worker", "model-worker", "webhooks"]
+        assert instance.run("status").returncode == ExitCode.OK
+
+        body = {"prompt": "Hello, I am", "max_tokens": 5, "webhook_url": receiver.url}
+        id = httpx2.post(f"{instance.api_url()}/jobs", json=body, timeout=30).json()["id"]
+        (request,) = receiver.wait_for(1)
+        assert (request.event()["type"], request.event()["data"]["id"]) == ("job.succeeded", id)
+
+        killed = instance.pid("webhooks")
+        psutil.Process(killed).kill()
+        until(lambda: webhooks_state(instance) == "running" and instance.pid("webhooks") != killed, "it is back", 60)
+        httpx2.post(f"{instance.api_url()}/jobs", json=body, timeout=30)
+        receiver.wait_for(2)
+
+        with_secret = {name for name in ("api", "worker", "webhooks") if SECRET in environment_of(instance.pid(name))}
+        assert with_secret == {"api", "webhooks"}
+        assert SECRET not in "".join(path.read_text() for path in (instance.data_dir / "logs").iterdir())
+        pids = instance.all_pids()
+        instance.interrupt(signal.SIGTERM)
+        assert instance.process.wait(60) == ExitCode.OK
+        all_end(pids)
+
+
+def test_a_worker_of_webhooks_that_hangs_is_seen(tmp_path: Path) -> None:
+    with Instance(tmp_path, settings={"CARPOOL_WEBHOOK_SECRET": SECRET}) as instance:
+        instance.ready()
+        psutil.Process(instance.pid("webhooks")).suspend()
+        until(lambda: webhooks_state(instance) == "stalled", "it is seen to hang")
+        assert instance.run("status").returncode == ExitCode.NOT_READY
+        psutil.Process(instance.pid("webhooks")).resume()
+        until(lambda: webhooks_state(instance) == "running", "it goes on")
+
+
+def webhooks_state(instance: Instance) -> str:
+    return str(next(process["state"] for process in instance.status() if process["role"] == "webhooks"))
+
+
+def environment_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/environ").read_text()
 
 
 def test_it_starts_in_a_folder_that_has_packages_of_the_same_names(tmp_path: Path) -> None:

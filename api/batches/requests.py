@@ -57,6 +57,12 @@ async def draft_line(
     Raises:
         CarpoolError: it is not possible; the same as for a request that is no part of a batch.
     """
+    if body.get("webhook_url") is not None:
+        raise CarpoolError(
+            "unsupported_field",
+            "webhook_url: the answers of a batch come in its output. Leave it out",
+            param="webhook_url",
+        )
     try:
         request = endpoint.body.model_validate(body)
         _check_is_for_batches(request)

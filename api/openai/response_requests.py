@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, ValidationInfo, field_validator
 
 from api.openai.requests import OpenAIRequest, without_nulls
-from api.schemas import hides, refuse
+from api.schemas import WebhookUrl, hides, refuse
 from tasks.chat import FunctionCall, Message, ToolCall
 from tasks.job_request import JobOptions, Prompt
 from tasks.structured import check_response_format
@@ -111,12 +111,20 @@ class ResponseRequest(OpenAIRequest):
     max_output_tokens: StrictInt | None = Field(None, ge=1, le=2**31 - 1)
     previous_response_id: str | None = Field(None, max_length=128, description="The turn that this one follows.")
     background: bool = Field(False, description="Answer at once, and generate meanwhile.")
+    webhook_url: WebhookUrl | None = None
     text: ResponseText | None = None
     truncation: Literal["disabled"] = "disabled"
     include: list[str] = Field([], max_length=0)
     stream_options: ResponseStreamOptions | None = None
 
     _other_names = field_validator("max_tokens", "response_format", "logprobs", mode="before")(refuse)
+
+    @field_validator("webhook_url")
+    @classmethod
+    def _is_for_the_background(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and not info.data.get("background"):
+            raise ValueError("it is for answers that nobody waits for: set background to true, or leave it out")
+        return value
 
     @field_validator("input", mode="before")
     @classmethod

@@ -135,6 +135,7 @@ async def response_draft(service: Service, body: ResponseRequest, idempotency: I
         idempotency=idempotency,
         id_prefix=PREFIX,
         request=kept_request(body.echo(), body.store),
+        webhook=service.webhooks.check(body.webhook_url),
     )
 
 

@@ -11,6 +11,7 @@ if known then return { known, id } end
 local inputs = {}
 for i = 1, #R.seeds do inputs[i] = ARGV[2 + i] end
 accept(R, inputs, 0)
+if R.webhook ~= '' then promise_webhook(R) end
 list_in_index(P .. 'jobs:' .. R.key, R.id, redis.call('PEXPIRETIME', R.group and group_key(R.id) or record_key(R.id)), function(old)
   return redis.call('EXISTS', record_key(old), group_key(old)) > 0
 end)

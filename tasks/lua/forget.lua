@@ -27,6 +27,7 @@ else
   idem = j.idem
 end
 forget(id)
+redis.call('ZREM', HOOKS, id) -- what is not delivered is given up with the job
 if idem ~= '' and redis.call('HGET', idem_key(idem), 'id') == id then redis.call('DEL', idem_key(idem)) end
 redis.call('ZREM', P .. 'jobs:' .. ARGV[3], id)
 return 'forgotten'

@@ -27,8 +27,10 @@ local function pool_workers_key(pool) return P .. 'ws:' .. pool end
 local function worker_key(incarnation) return P .. 'w:' .. incarnation end
 local function queue_key(pool) return 'carpool.' .. pool end
 local function celery_key(id) return 'celery-task-meta-' .. id end
+local function event_id(id) return 'evt_' .. id end
 local DUE = P .. 'due'
 local SCHEMA = P .. 'schema'
+local HOOKS = P .. 'hook'
 
 local function publish(id, data) redis.call('PUBLISH', P .. C.db .. ':c:' .. id, data) end
 
@@ -77,6 +79,11 @@ end
 -- How long a job is kept after its end. An idempotency key lives as long as its record, and the record as long as the
 -- key is promised to be remembered.
 local function kept_for(idem) return idem ~= '' and math.max(C.retention, C.idempotency) or C.retention end
+
+-- A job with a webhook is kept for as long as its event may be on its way, and an hour more.
+local function kept_after_end(idem, webhook)
+  return webhook ~= '' and math.max(kept_for(idem), C.hook_span + 3600000) or kept_for(idem)
+end
 
 -- `due` is always: the deadline while queued; the lease while running with a stop or a passed deadline; else the earlier.
 -- A queued job that has tokens is looked at now and then besides: does anybody still serve its model?
@@ -135,10 +142,28 @@ local function urls_json(id)
   return string.format('{"self":"/jobs/%s","stream":"/jobs/%s/stream","cancel":"/jobs/%s/cancel"}', id, id, id)
 end
 
+-- What is shown of a job's webhook, as JSON: where its event goes (a query may hold a secret of its receiver), how that
+-- stands, and the last attempts. `hook_<n>` is the n-th attempt (webhooks.lua).
+local ATTEMPTS_SHOWN = 50
+local function webhook_json(id, has_ended)
+  local key = record_key(id)
+  local h = fields(key, 'webhook', 'hook', 'hook_n', 'hook_next', 'finished_at')
+  if h.webhook == '' then return 'null' end
+  local last = tonumber(h.hook_n == '' and 0 or h.hook_n)
+  local attempts = {}
+  for n = math.max(1, last - ATTEMPTS_SHOWN + 1), last do
+    attempts[#attempts + 1] = redis.call('HGET', key, 'hook_' .. int(n)) or nil
+  end
+  local status = not has_ended and 'waiting' or (h.hook ~= '' and h.hook or 'pending')
+  local next_at = status == 'pending' and (h.hook_next ~= '' and h.hook_next or h.finished_at) or ''
+  return table.concat({ '{"url":', quote((h.webhook:gsub('%?.*$', '?…'))), ',"event_id":', quote(event_id(id)), ',"status":',
+    quote(status), ',"attempts":[', table.concat(attempts, ','), '],"next_attempt_at":', seconds_or_null(next_at), '}' })
+end
+
 -- The object of GET /jobs/{id} for one job, as JSON; false where there is no record.
 local function job_view(id)
   local j = fields(record_key(id), 'status', 'model', 'seed', 'created_at', 'started_at', 'finished_at', 'rides', 'k',
-    'finish_reason', 'prompt_tokens', 'error', 'stop', 'pool', 'metadata', 'group', 'deadline', 'deaths', 'priority')
+    'finish_reason', 'prompt_tokens', 'error', 'stop', 'pool', 'metadata', 'group', 'deadline', 'deaths', 'priority', 'webhook')
   if j.status == '' then return false end
   local position = 'null'
   if j.status == 'queued' then
@@ -154,7 +179,8 @@ local function job_view(id)
     ',"cancel_requested":', j.stop == 'cancelled' and 'true' or 'false',
     ',"text":', quote(redis.call('GET', text_key(id)) or ''), ',"finish_reason":', quote_or_null(j.finish_reason),
     ',"usage":', usage_json(j.prompt_tokens, j.k), ',"error":', number_or_null(j.error),
-    ',"metadata":', number_or_null(j.metadata), ',"group":', quote_or_null(j.group), ',"urls":', urls_json(id), '}'
+    ',"metadata":', number_or_null(j.metadata), ',"group":', quote_or_null(j.group), ',"webhook":',
+    j.webhook == '' and 'null' or webhook_json(id, j.status ~= 'queued' and j.status ~= 'running'), ',"urls":', urls_json(id), '}'
   })
 end
 
@@ -185,7 +211,7 @@ local function group_view(id)
     ',"cancel_requested":', g.stop == 'cancelled' and 'true' or 'false',
     ',"text":null,"texts":[', table.concat(texts, ','), '],"children":[', table.concat(children, ','),
     '],"finish_reason":', quote_or_null(g.finish_reason), ',"usage":', usage_json(int(prompt_tokens), int(tokens)),
-    ',"error":', number_or_null(g.error), ',"metadata":', number_or_null(g.metadata), ',"group":null,"urls":', urls_json(id), '}'
+    ',"error":', number_or_null(g.error), ',"metadata":', number_or_null(g.metadata), ',"group":null,"webhook":null,"urls":', urls_json(id), '}'
   })
 end
 
@@ -249,11 +275,18 @@ local function group_child_ended(group, child, status, error)
   tell_batch(g.batch, g.v, g.worst)
 end
 
+-- The outbox: every job whose webhook is not delivered stands in HOOKS, with the time when somebody has to look at it next.
+-- A live one is there as well, so that an end that a process wrote which knows of no webhooks is found all the same.
+local function into_outbox(id, at, expires)
+  redis.call('ZADD', HOOKS, int(at), id)
+  keep_until(HOOKS, int(expires))
+end
+
 -- Exactly one end, and it is the last entry of the log. Its own epoch refuses late writers by entry id as well.
 -- Returns false where the job has already ended or is gone.
 local function terminal(id, status, finish_reason, error, tail)
   local key = record_key(id)
-  local j = fields(key, 'v', 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens', 'batch')
+  local j = fields(key, 'v', 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens', 'batch', 'webhook')
   if j.status ~= 'queued' and j.status ~= 'running' then return false end
   local reason = reason_of(error) -- before anything is written: there is no rollback
   local epoch = int(tonumber(j.epoch) + 1)
@@ -269,7 +302,7 @@ local function terminal(id, status, finish_reason, error, tail)
   publish(id, data)
   -- the children of a group stay until the group has ended, so that its texts are whole, and a line of a batch until its
   -- answer is in the batch's output
-  local at = int((j.group ~= '' or j.batch ~= '') and redis.call('PEXPIRETIME', key) or NOW + kept_for(j.idem))
+  local at = int((j.group ~= '' or j.batch ~= '') and redis.call('PEXPIRETIME', key) or NOW + kept_after_end(j.idem, j.webhook))
   celery_end(id, status, job_view(id), reason, at)
   expire_job(id, at)
   if j.native ~= '' then redis.call('SET', P .. 'tomb:' .. id, '1', 'PX', int(C.tombstone)) end
@@ -279,6 +312,10 @@ local function terminal(id, status, finish_reason, error, tail)
     redis.call('PEXPIREAT', idem_key(j.idem), at)
   end
   tell_batch(j.batch, j.v, status)
+  if j.webhook ~= '' then
+    into_outbox(id, NOW, at)
+    redis.call('PUBLISH', P .. C.db .. ':hooks', id)
+  end
   return true
 end
 
@@ -330,14 +367,17 @@ local function has_worker(pool, state)
   return false
 end
 
--- The Celery message of an invitation, into the broker's list. `template` is kombu's message for no job in particular
+-- A Celery message, into the broker's list. `template` is kombu's message for no task in particular
 -- (tasks/invitations.py); '' sends none, for a caller that has a broker of its own.
-local function send_invitation(template, pool, id)
+local function send_message(template, queue, task)
   if template == '' then return end
-  local fillings = { id = quote(id):sub(2, -2), queue = quote(queue_key(pool)):sub(2, -2),
-    tag = quote(id .. ':' .. int(NOW_US)):sub(2, -2) }
-  redis.call('LPUSH', queue_key(pool), (template:gsub('@(%l+)@', fillings)))
+  local fillings = { id = quote(task):sub(2, -2), queue = quote(queue):sub(2, -2),
+    tag = quote(task .. ':' .. int(NOW_US)):sub(2, -2) }
+  redis.call('LPUSH', queue, (template:gsub('@(%l+)@', fillings)))
 end
+
+-- The invitation to a job.
+local function send_invitation(template, pool, id) send_message(template, queue_key(pool), id) end
 
 -- The next waiting jobs of a pool, in order, marked as invited and with their messages sent.
 -- So few messages are in the broker that the wait set alone decides the order: the free slots and two more. What lies in
