@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
-from tests.instance import Instance, until
+from tests.instance import Instance, ended, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 READY_S = 300.0
@@ -107,6 +108,32 @@ def test_many_more_jobs_than_slots_each_get_what_they_get_alone(client: httpx2.C
     assert [job["text"] for job in jobs[:8]] == alone
 
 
+def test_with_tensor_parallelism_a_killed_process_is_replaced_and_none_of_its_workers_is_left(tmp_path: Path) -> None:
+    from tests.tiny_models import save_tiny_model
+
+    options = ["--engine", "vllm", "--model", str(save_tiny_model(tmp_path / "tiny")), "--device", "cpu"]
+    options += ["--engine-arg", "enforce_eager=true", "--engine-arg", "tensor_parallel_size=2"]
+    # On a CPU vLLM wants to know which processors each of the two is to have.
+    settings = {**SETTINGS, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    body = {"prompt": "strangers share one car", "max_tokens": 30, **DRAWN}
+    with Instance(tmp_path, *options, settings=settings) as instance:
+        instance.ready(READY_S)
+        with httpx2.Client(base_url=instance.api_url(), timeout=READY_S) as client:
+            text = wait_for(client, client.post("/jobs", json=body).json()["id"])["text"]
+            killed = psutil.Process(instance.pid("model-worker"))
+            workers = [child for child in killed.children() if "resource_tracker" not in " ".join(child.cmdline())]
+            killed.kill()
+            again = wait_for(client, client.post("/jobs", json=body).json()["id"])
+
+        until(lambda: all(ended(worker.pid) for worker in workers), "vLLM's workers end with the Model worker")
+        assert len(workers) >= 2
+        assert (again["status"], again["text"]) == ("succeeded", text)
+        pids = instance.all_pids()
+        instance.interrupt()
+        assert instance.process.wait(60) == 0
+        until(lambda: all(map(ended, pids)), "no process is left")
+
+
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
@@ -125,5 +152,8 @@ def test_an_argument_that_cannot_be_given_is_refused_by_name(tmp_path: Path, arg
 
 
 def wait_for(client: httpx2.Client, id: str) -> dict[str, Any]:
-    job: dict[str, Any] = client.get(f"/jobs/{id}", params={"wait": 60}).json()
-    return job
+    """The job once it has ended; a new process takes its time to load."""
+    while True:
+        job: dict[str, Any] = client.get(f"/jobs/{id}", params={"wait": 60}).json()
+        if job["status"] not in ("queued", "running"):
+            return job
