@@ -32,7 +32,7 @@ from worker.model_executor import ChildSaid, ModelExecutor
 
 GIB = 2**30
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-#: Keys and values of two layers with two heads of 8 numbers each.
+#: Keys and values of two layers with one head of 32 numbers each.
 KV_NUMBERS_PER_TOKEN = 2 * 2 * 1 * 32
 
 
@@ -81,7 +81,7 @@ def test_the_kv_cache_is_what_the_engine_allocates(llama: Path) -> None:
     engine = load(settings_of(llama, max_batch_size=4), lambda phase, fraction: None)
     cache: SlotCache = engine.cache
     cache.reserve(4, CONTEXT_LENGTH)
-    states = torch.zeros(1, 2, 1, 8)
+    states = torch.zeros(1, 1, 1, 32)
     cache.place(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
     for layer in range(2):
         cache.update(states, states, layer)
