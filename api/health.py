@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
+from redis.exceptions import RedisError
 from starlette.responses import JSONResponse, Response
 
 from api.schemas import ErrorAnswer, Health
@@ -35,22 +36,39 @@ async def live() -> Response:
 async def accepting(request: Request) -> Response:
     """This server takes jobs: Redis answers, and takes writes."""
     service = service_of(request)
-    await _check_server_once(service)
-    await service.client.set(keys.PROBE, "1", ex=_PROBE_TTL_S)
+    try:
+        await _check_server_once(service)
+        await service.client.set(keys.PROBE, "1", ex=_PROBE_TTL_S)
+    except (CarpoolError, RedisError):
+        if _is_told_details(request):
+            raise
+        raise CarpoolError(
+            "redis_unavailable", "Redis is away, or takes no writes. Try again", retry_after_s=1
+        ) from None
     return JSONResponse({"status": "accepting"})
 
 
 @router.get("/ready", response_model=Health)
 async def ready(request: Request) -> Response:
     """Jobs are run: a worker is ready. Else the message says what is waited for."""
-    workers = await service_of(request).models.workers()
+    try:
+        workers = await service_of(request).models.workers()
+    except RedisError:
+        if _is_told_details(request):
+            raise
+        raise CarpoolError("redis_unavailable", "Redis is away. Try again", retry_after_s=1) from None
     if any(worker.state == "ready" for worker in workers):
         return JSONResponse({"status": "ready"})
-    waiting_for = describe_workers(workers)
+    waiting_for = describe_workers(workers) if _is_told_details(request) else "it is not said without an API key"
     error = CarpoolError("no_worker", f"waiting for a worker: {waiting_for}", retry_after_s=1)
     return JSONResponse(
         {"status": "waiting", "waiting_for": waiting_for, "error": error.body()}, 503, {"Retry-After": "1"}
     )
+
+
+def _is_told_details(request: Request) -> bool:
+    """Whether more than a status may be said: everybody may ask here, and where there are keys, most are strangers."""
+    return bool(request.scope["state"]["is_told_details"])
 
 
 def describe_workers(workers: Sequence[WorkerInfo]) -> str:

@@ -7,6 +7,7 @@ from typing import Final
 
 import redis.asyncio
 
+from api.caller import Caller
 from tasks import keys
 from tasks.codes import CarpoolError
 from tasks.registry import ModelInfo, WorkerInfo, choose_model, list_workers_async, parse_models
@@ -47,24 +48,39 @@ class Models:
             self._workers_at = now
         return self._workers
 
-    async def choose(self, asked: str | None) -> tuple[str, ModelInfo | None]:
-        """The alias that a request goes to, and what is known of it.
+    def allowed(self, caller: Caller) -> frozenset[str] | None:
+        """The models that a caller may use, by the names that they are served under; None: all."""
+        if caller.key is None or not caller.key.models:
+            return None
+        return frozenset(self.aliases.get(name, name) for name in caller.key.models)
+
+    async def choose(self, asked: str | None, caller: Caller) -> tuple[str, ModelInfo | None]:
+        """The alias that a request goes to, and what is known of it. What the caller may not use is not there.
 
         Raises:
             CarpoolError: "model_not_found".
         """
-        models = await self.known()
+        models, default, allowed = await self.known(), self._default, self.allowed(caller)
         if asked is not None:
             asked = self.aliases.get(asked, asked)
-        alias = choose_model(asked, models.values(), self._default)
+        if allowed is not None:
+            models = {alias: model for alias, model in models.items() if alias in allowed}
+            default = default if default in allowed else min(allowed)
+        alias = choose_model(asked, models.values(), default)
         if alias is None:
-            there = ", ".join(sorted(models)) or self._default
+            there = ", ".join(sorted(models)) or default
+            if allowed is not None:
+                raise CarpoolError(
+                    "model_not_found",
+                    f"there is no model {asked!r} for this API key. There is: {there}",
+                    param="model",
+                )
             raise CarpoolError(
                 "model_not_found", f"no worker has ever served the model {asked!r}. There is: {there}", param="model"
             )
         return alias, models.get(alias)
 
-    async def choose_vllm(self, asked: str | None) -> tuple[str, ModelInfo | None]:
+    async def choose_vllm(self, asked: str | None, caller: Caller) -> tuple[str, ModelInfo | None]:
         """The same among the models of live vLLM workers.
 
         Raises:
@@ -78,10 +94,13 @@ class Models:
                 "carpool worker --engine vllm (in an environment with the extra carpool[vllm]); or use /generate",
                 retry_after_s=10,
             )
-        if asked is not None and asked not in pools:
+        allowed = self.allowed(caller)
+        if allowed is not None:
+            pools = [pool for pool in pools if pool in allowed]
+        if (asked is not None and asked not in pools) or not pools:
             raise CarpoolError(
                 "model_not_found",
-                f"no worker with the vLLM engine serves the model {asked!r}. There is: {', '.join(pools)}",
+                f"no worker with the vLLM engine serves the model {asked!r}. There is: {', '.join(pools) or 'none'}",
                 param="model",
             )
         alias = asked or (self._default if self._default in pools else pools[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, Self
 
 import structlog
@@ -11,11 +12,13 @@ from fastapi import Request
 from redis.exceptions import RedisError
 
 from api.attachments import Attachments
+from api.caller import Caller, over_limit
 from api.counting import TokenCounter
 from api.events import Cursor, EventRenderer, Renderer
 from api.feed import Feed
 from api.follower import Follower
 from api.intake import Intake
+from api.keyring import Keyring
 from api.models import Models
 from api.relay import Relay
 from api.revokes import RevokeListener
@@ -30,8 +33,6 @@ from tasks.redis_clients import connect_async
 from tasks.settings import Settings
 
 _log = structlog.get_logger("carpool.api")
-#: Without API keys all jobs stand in one list.
-OWNER = "all"
 
 
 class Service:
@@ -55,6 +56,7 @@ class Service:
         self._keeper = Keeper(settings, invitation)
         self._revokes = RevokeListener(settings, self._celery)
         self._counter = TokenCounter(self.client)
+        self.keyring = Keyring(settings, self.relay.wake_all)
         self.intake = Intake(settings, self.client, self.ledger, self.relay, self._counter, self._keeper)
         self._background: set[asyncio.Task[None]] = set()
         self._num_streams = 0
@@ -65,10 +67,12 @@ class Service:
         self._revokes.start()
         self.relay.start()
         self.attachments.start()
+        self.keyring.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.stop()
+        await self.keyring.close()
         await self.relay.close()
         await self.attachments.close()
         if self._background:
@@ -88,9 +92,21 @@ class Service:
         """How jobs stand."""
         return await self.ledger.run(self.calls.look(ids))
 
-    async def view(self, id: str) -> dict[str, Any]:
-        """The object of `GET /jobs/{id}`. Raises CarpoolError "job_not_found"."""
-        view = (await self.ledger.run(self.calls.view([id])))[0]
+    async def count(self, caller: Caller) -> None:
+        """Count a request that makes no job. Raises CarpoolError "rate_limit_exceeded"."""
+        if caller.limits is None:
+            return
+        caller.spent, over = await self.ledger.run(self.calls.spend(caller.owner, caller.limits))
+        if over is not None:
+            raise over_limit(over)
+
+    async def view(self, id: str, owner: str = "") -> dict[str, Any]:
+        """The object of `GET /jobs/{id}`; what is not the owner's is not there, "" sees all.
+
+        Raises:
+            CarpoolError: "job_not_found".
+        """
+        view = (await self.ledger.run(self.calls.view([id], owner)))[0]
         if view is None:
             raise job_not_found(id)
         return view
@@ -153,6 +169,7 @@ class Service:
         feed: Feed,
         cursors: Sequence[Cursor],
         headers: dict[str, str],
+        caller: Caller,
         *,
         renderer: Renderer | None = None,
         cancel_abandoned: str = "",
@@ -161,6 +178,7 @@ class Service:
         """The event stream of a feed, which is closed with it.
 
         Args:
+            caller: who follows it; when its key is revoked the stream ends, and no job for it.
             renderer: the dialect of the events; None: that of `/jobs/{id}/stream`.
             cancel_abandoned: id of the job that ends if the client leaves; "": none does.
             member: attachment that ends with the stream; "": none.
@@ -175,6 +193,7 @@ class Service:
             renderer or EventRenderer(feed.ids, cursors),
             self.settings.sse_heartbeat_s,
             self.stopping,
+            partial(self.keyring.check, caller),
         )
         self._num_streams += 1
 

@@ -35,7 +35,7 @@ def _default(name: str, field: FieldInfo) -> str:
     if name in _HOMES:
         return _HOMES[name]
     value: Any = field.default
-    if value is PydanticUndefined or value == "":
+    if value is PydanticUndefined or str(value) == "":
         return "(empty)"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 

@@ -24,7 +24,8 @@ T = TypeVar("T")
 _FILES = ("files",)
 _BATCHES = ("files", "batches")
 PARTS = {
-    "accept": ("acceptance",),
+    "accept": ("acceptance", "key_limits"),
+    "spend": ("key_limits",),
     "file_append": _FILES,
     "file_finish": _FILES,
     "file_delete": _FILES,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "CARPOOL_"
@@ -50,7 +50,11 @@ class Settings(BaseSettings):
     root_path: str = Field("", description="Path prefix under which a proxy serves the API.")
     trusted_proxies: str = Field("127.0.0.1", description="Proxies whose X-Forwarded headers count, comma separated.")
     cors_origins: str = Field("", description="Origins that browsers may call from, comma separated; empty: none.")
-    allow_no_keys: bool = Field(False, description="Serve a non-loopback host without API keys.")
+    allow_no_keys: bool = Field(False, description="Serve a non-loopback host while there are no API keys.")
+    api_keys_file: str = Field("", description="File with API keys that the API brings in when it starts.")
+    api_key: SecretStr = Field(
+        SecretStr(""), description="The key that `carpool generate` and `carpool jobs` send to the API."
+    )
     allowed_hosts: str = Field("", description="Further Host header names to serve without API keys, comma separated.")
     sync_wait_s: float = Field(600, gt=0, description="Longest wait of a synchronous request; then 504.")
     max_body_bytes: int = Field(4 * 2**20, gt=0, description="Largest request body.")
@@ -169,12 +173,15 @@ class Settings(BaseSettings):
         return {
             f"{PREFIX}{name.upper()}": _as_text(getattr(self, name))
             for name in sorted(self.model_fields_set)
-            if getattr(self, name) is not None
+            if getattr(self, name) is not None and name not in _OF_THE_CALLER
         }
 
 
 #: Variables that are no settings: how the supervisor tells its children who they are.
 INTERNAL_VARIABLES = frozenset({"CARPOOL_LIFELINE_FD", "CARPOOL_PROCESS_NAME"})
+#: Settings of who calls an API, and of no process that serves one.
+_OF_THE_CALLER = frozenset({"api_key"})
+_SECRETIVE = ("KEY", "SECRET", "PASSWORD", "TOKEN")
 
 
 def _as_text(value: object) -> str:
@@ -192,7 +199,9 @@ def load_settings(overrides: Mapping[str, Any] | None = None) -> Settings:
         if key.startswith(PREFIX) and key not in known and key not in INTERNAL_VARIABLES:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"Did you mean {near[0]}?" if near else "docs/settings.md lists the settings."
-            raise SettingsError(f"{key}={os.environ[key]!r} is no setting of Carpool. {hint}")
+            # a misspelt name may be that of a secret
+            shown = key if any(word in key for word in _SECRETIVE) else f"{key}={os.environ[key]!r}"
+            raise SettingsError(f"{shown} is no setting of Carpool. {hint}")
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     try:
         return Settings(**given)
