@@ -152,10 +152,13 @@ async def stream_job(
 
 async def _sequences(service: Service, id: str, caller: Caller) -> list[str]:
     """The job, or the children of a group. Raises CarpoolError where there is none, or there are too many."""
-    state = (await service.ledger.run(service.calls.look([id], caller.owner)))[0]
-    if state is None:
+    state = (await service.look([id]))[0]
+    async with service.client.pipeline(transaction=False) as pipeline:
+        pipeline.hget(keys.record(id), "key")
+        pipeline.hmget(keys.group(id), ["n", "key"])
+        own, (num_children, of_group) = await pipeline.execute()
+    if state is None or (own or of_group or keys.NO_KEY) != caller.owner:
         raise job_not_found(id)
-    num_children = await service.client.hget(keys.group(id), "n")
     if num_children is None:
         return [id]
     if int(num_children) > MAX_STREAM_CHILDREN:

@@ -107,8 +107,8 @@ def check_host(settings: Settings, *, embedded: bool = False) -> None:
                     return
         except RedisError as error:
             raise PreconditionError(
-                f"--host {settings.host} needs an API key, and Redis at {redacted(settings.redis_url)} cannot tell whether "
-                f"there is one ({error})",
+                f"--host {settings.host} needs an API key, and Redis at {redacted(settings.redis_url)} does not tell "
+                f"whether there is one ({error})",
                 "Start it, or set CARPOOL_REDIS_URL",
             ) from error
     raise PreconditionError(

@@ -204,9 +204,9 @@ class Calls:
         """
         return self._call("forget", [id], (id, owner), str)
 
-    def look(self, ids: Sequence[str], owner: str = "") -> Call[list[JobState | None]]:
+    def look(self, ids: Sequence[str]) -> Call[list[JobState | None]]:
         """How these jobs stand, None where there is no such job."""
-        return self._call("look", [], (owner, *ids), lambda answer: [_parse_state(*one) for one in answer])
+        return self._call("look", [], tuple(ids), lambda answer: [_parse_state(*one) for one in answer])
 
     def attach(self, ttl_ms: int, waiting: Sequence[tuple[str, str]]) -> Call[str]:
         """Note for (job, member) pairs that somebody waits for the job, for `ttl_ms`."""

@@ -13,7 +13,7 @@
 | `{carpool}:due` zset | when to look at a job next | scripts | as the longest job |
 | `{carpool}:jobs:<key>` zset | an API key's jobs by time; `all` without keys | accept | as the longest job |
 | `{carpool}:live:<key>` zset | an API key's jobs that have not ended | accept, terminal | as the longest job |
-| `{carpool}:rate:<key>` hash | an API key's requests and tokens, second by second | accept, spend, terminal | a minute |
+| `{carpool}:minute:<key>` hash | an API key's requests and tokens, second by second | accept, spend, terminal | a minute |
 | `{carpool}:f:<id>` hash, `{carpool}:f:<id>:<n>` strings | a file, its chunks | files' and batches' scripts | as the file says; at least as a batch that reads it |
 | `{carpool}:files`, `{carpool}:files:of:<key>`, `{carpool}:files:until` zsets, `{carpool}:files:bytes` hash | files by time, those of an API key; until when; what each takes, and all | files' and batches' scripts | as the longest file |
 | `{carpool}:b:<id>` hash, `{carpool}:b:<id>:open` zset | a batch with its cursor; lines whose answers are not written | batches' scripts | deadline + retention, from its end on: as its output |
@@ -93,9 +93,9 @@ def live(owner: str) -> str:
     return f"{PREFIX}live:{owner}"
 
 
-def rate(owner: str) -> str:
+def minute(owner: str) -> str:
     """What an API key has asked for within the minute."""
-    return f"{PREFIX}rate:{owner}"
+    return f"{PREFIX}minute:{owner}"
 
 
 def files(owner: str) -> str:

@@ -1,11 +1,11 @@
 -- What an API key may ask for: requests and tokens a minute, and jobs at once. A part of the scripts that accept what it asks.
 -- Requests and tokens are counted second by second, so that the window slides: no minute holds more, wherever it begins.
--- `rate:<key>` has a field per second, "<requests> <tokens>"; `live:<key>` the jobs that have not ended, until they expire.
+-- `minute:<key>` has a field per second, "<requests> <tokens>"; `live:<key>` the jobs that have not ended, until they expire.
 local MINUTE_S = 60
 
 -- The seconds that still count, the oldest first, and those that do not any more.
 local function minute_of(key)
-  local raw, seconds, old = redis.call('HGETALL', rate_key(key)), {}, {}
+  local raw, seconds, old = redis.call('HGETALL', minute_key(key)), {}, {}
   local first = math.floor(NOW / 1000) - MINUTE_S
   for i = 1, #raw, 2 do
     local at = tonumber(raw[i])
@@ -90,9 +90,9 @@ local function spend(key, limits, counted, num_jobs)
     seconds[#seconds + 1] = last
   end
   last.requests, last.tokens = last.requests + 1, last.tokens + tokens
-  if #old > 0 then redis.call('HDEL', rate_key(key), unpack(old)) end
-  redis.call('HSET', rate_key(key), int(last.at), int(last.requests) .. ' ' .. int(last.tokens))
-  redis.call('PEXPIREAT', rate_key(key), int(NOW + (MINUTE_S + 2) * 1000))
+  if #old > 0 then redis.call('HDEL', minute_key(key), unpack(old)) end
+  redis.call('HSET', minute_key(key), int(last.at), int(last.requests) .. ' ' .. int(last.tokens))
+  redis.call('PEXPIREAT', minute_key(key), int(NOW + (MINUTE_S + 2) * 1000))
   return nil, left()
 end
 

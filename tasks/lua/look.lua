@@ -1,14 +1,12 @@
--- How the jobs or groups in ARGV[3..] stand, for ARGV[2], who waits for them. Returns, for each,
+-- How the jobs or groups in ARGV[2..] stand, for those who wait for them. Returns, for each,
 -- {status ('' where there is none), tokens in the log, ms until the lease runs out, place in the queue (0: none), '1' where a
 -- worker of its pool is ready}.
 local states = {}
-for i = 3, #ARGV do
+for i = 2, #ARGV do
   local id = ARGV[i]
   local j = fields(record_key(id), 'status', 'k', 'lease', 'pool')
   local state = { j.status, j.k, '0', '0', '' }
-  if not is_for(ARGV[2], id) then
-    state = { '', '0', '0', '0', '' }
-  elseif j.status == '' then
+  if j.status == '' then
     state = { redis.call('HGET', group_key(id), 'status') or '', '0', '0', '0', '' }
   elseif j.status == 'queued' then
     local rank = redis.call('ZRANK', wait_key(j.pool), id)

@@ -27,7 +27,7 @@ local function pool_workers_key(pool) return P .. 'ws:' .. pool end
 local function worker_key(incarnation) return P .. 'w:' .. incarnation end
 local function queue_key(pool) return 'carpool.' .. pool end
 local function celery_key(id) return 'celery-task-meta-' .. id end
-local function rate_key(key) return P .. 'rate:' .. key end
+local function minute_key(key) return P .. 'minute:' .. key end
 local function live_key(key) return P .. 'live:' .. key end
 local DUE = P .. 'due'
 local SCHEMA = P .. 'schema'
@@ -119,10 +119,10 @@ local function leave_key(id, j)
   redis.call('ZREM', live_key(j.key), id)
   if j.counted == '' then return end
   local second = int(math.floor(tonumber(j.created_at) / 1000))
-  local requests, tokens = string.match(redis.call('HGET', rate_key(j.key), second) or '', '^(%d+) (%d+)$')
+  local requests, tokens = string.match(redis.call('HGET', minute_key(j.key), second) or '', '^(%d+) (%d+)$')
   if not requests then return end
   local used = tonumber(j.prompt_tokens == '' and 0 or j.prompt_tokens) + tonumber(j.k)
-  redis.call('HSET', rate_key(j.key), second, requests .. ' ' .. int(math.max(0, tokens + used - tonumber(j.counted))))
+  redis.call('HSET', minute_key(j.key), second, requests .. ' ' .. int(math.max(0, tokens + used - tonumber(j.counted))))
 end
 
 local function leave_queues(id, pool)
