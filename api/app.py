@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,6 +20,7 @@ from api.openai import batches as batch_endpoints
 from api.openai import chat, completions, files, models, responses
 from api.safety import BodyCheck, RequestIds
 from api.service import Service
+from tasks.api_key_terms import read_key_file
 from tasks.settings import Settings, load_settings
 
 _DESCRIPTION = """LLM generation on Celery and Redis.
@@ -54,13 +57,14 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     Its parts (clients of Redis, the relay, the keeper of the ledger) live as long as its lifespan.
 
     Raises:
-        SettingsError: the environment holds a setting that cannot be used.
+        SettingsError: a setting cannot be used, or what CARPOOL_API_KEYS_FILE holds.
     """
     used = settings or load_settings()
+    listed_keys = read_key_file(Path(used.api_keys_file).expanduser(), time.time()) if used.api_keys_file else ()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with Service(used) as service, BatchRunner(service) as batches:
+        async with Service(used, listed_keys) as service, BatchRunner(service) as batches:
             app.state.service = service
             app.state.batches = batches
             yield

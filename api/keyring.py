@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import structlog
@@ -16,7 +15,6 @@ from api.caller import Caller
 from api.ending import end_tasks
 from api.safety import is_loopback
 from tasks import keys
-from tasks.api_key_terms import read_key_file
 from tasks.api_keys import ApiKey, KeyStore, digest_of, parse_table
 from tasks.codes import CarpoolError
 from tasks.redis_clients import connect, connect_async
@@ -38,23 +36,20 @@ class Keyring:
     It has a connection of its own, so that requests that wait for theirs hold nobody up at the door.
 
     Args:
+        listed: the keys of CARPOOL_API_KEYS_FILE.
         on_gone: called when keys have stopped to be good, for what is open with them.
-
-    Raises:
-        SettingsError: CARPOOL_API_KEYS_FILE cannot be read.
     """
 
-    def __init__(self, settings: Settings, on_gone: Callable[[], None]) -> None:
+    def __init__(self, settings: Settings, listed: Sequence[ApiKey], on_gone: Callable[[], None]) -> None:
         self._settings = settings
+        self._listed = listed
         self._client = connect_async(settings, max_connections=1)
         self._on_gone = on_gone
-        path = settings.api_keys_file
-        self._listed = read_key_file(Path(path).expanduser(), time.time()) if path else ()
-        self._always = bool(self._listed) or not (is_loopback(settings.host) or settings.allow_no_keys)
+        self._always = bool(listed) or not (is_loopback(settings.host) or settings.allow_no_keys)
         self._table: dict[str, ApiKey] | None = None
         self._revision: str | None = None
         self._read_at = 0.0
-        self._brought_in = not self._listed
+        self._brought_in = not listed
         self._reading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 

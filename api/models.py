@@ -65,14 +65,14 @@ class Models:
             asked = self.aliases.get(asked, asked)
         if allowed is not None:
             models = {alias: model for alias, model in models.items() if alias in allowed}
-            default = default if default in allowed else min(allowed)
+            default = default if default in allowed else ""
         alias = choose_model(asked, models.values(), default)
-        if alias is None:
-            there = ", ".join(sorted(models)) or default
+        if not alias:
+            there = ", ".join(sorted(models)) or default or "none yet"
             if allowed is not None:
                 raise CarpoolError(
                     "model_not_found",
-                    f"there is no model {asked!r} for this API key. There is: {there}",
+                    f"there is no model {asked or ''!r} for this API key. There is: {there}",
                     param="model",
                 )
             raise CarpoolError(

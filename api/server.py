@@ -56,12 +56,12 @@ def serve(settings: Settings) -> None:
     raise_file_limit()
     check_redis(settings)
     check_host(settings, redis_may_be_away=True)
+    app = create_app(settings)
     with listen(settings) as listener:
         # uvicorn raises the signal again once it has ended
         signal.signal(signal.SIGTERM, _end)
         signal.signal(signal.SIGINT, _end)
         watch_lifeline()
-        app = create_app(settings)
         server = Server(server_config(settings, app), app)
         host, port = listener.getsockname()[:2]
         _log.info("api_listens", host=host, port=port, redis=redacted(settings.redis_url))

@@ -23,6 +23,7 @@ from api.models import Models
 from api.relay import Relay
 from api.revokes import RevokeListener
 from api.stream import JobEvents, JobStream
+from tasks.api_keys import ApiKey
 from tasks.app import create_celery
 from tasks.codes import CarpoolError
 from tasks.invitations import invitation_template
@@ -38,11 +39,14 @@ _log = structlog.get_logger("carpool.api")
 class Service:
     """The parts, opened and closed together.
 
+    Args:
+        listed_keys: those of CARPOOL_API_KEYS_FILE.
+
     Attributes:
         stopping: set when the server is to end. Streams and waits then end at once, and no job is cancelled for it.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, listed_keys: Sequence[ApiKey] = ()) -> None:
         self.settings = settings
         self.client = connect_async(settings)
         self._celery = create_celery(settings)
@@ -56,7 +60,7 @@ class Service:
         self._keeper = Keeper(settings, invitation)
         self._revokes = RevokeListener(settings, self._celery)
         self._counter = TokenCounter(self.client)
-        self.keyring = Keyring(settings, self.relay.wake_all)
+        self.keyring = Keyring(settings, listed_keys, self.relay.wake_all)
         self.intake = Intake(settings, self.client, self.ledger, self.relay, self._counter, self._keeper)
         self._background: set[asyncio.Task[None]] = set()
         self._num_streams = 0
