@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import redis
 
@@ -35,6 +35,8 @@ SETTINGS = Settings(retention_s=3600, idempotency_s=3600, max_deaths=6, max_clai
 #: One job kills its process at token 4; the others are innocent.
 SCRIPTS = {"a": Script(10), "b": Script(3), "c": Script(7), "d": Script(12), "poison": Script(8, poison_at=4)}
 JOBS = tuple(SCRIPTS)
+#: The API key that all of them are made with.
+OWNER = "key_machine"
 DEADLINE_S = 7200
 ENDED = ("succeeded", "failed", "cancelled", "expired")
 CELERY_STATES = {"succeeded": "SUCCESS", "failed": "FAILURE", "cancelled": "REVOKED", "expired": "FAILURE"}
@@ -87,7 +89,7 @@ class World:
 
     def accept(self, id: str, twice: bool = False) -> None:
         for _ in range(1 + twice):
-            self.ledger.accept(id, deadline_s=DEADLINE_S)
+            self.ledger.accept(id, deadline_s=DEADLINE_S, owner=OWNER)
             self.seen[id].accepted = True
             self.check()
         self.pump()
@@ -241,13 +243,17 @@ class World:
                 pipeline.get(f"celery-task-meta-{id}")
                 for key in (keys.record(id), keys.log(id), keys.text(id), f"celery-task-meta-{id}"):
                     pipeline.pexpiretime(key)
-            for key in (keys.DUE, keys.wait(POOL), keys.invited(POOL), "{carpool}:jobs:all", keys.TICK, keys.GRACE):
+            shared = (keys.DUE, keys.wait(POOL), keys.invited(POOL), keys.jobs(OWNER), keys.live(OWNER))
+            for key in (*shared, keys.TICK, keys.GRACE):
                 pipeline.pexpiretime(key)
-            found: list[Any] = pipeline.execute()
+            pipeline.zrange(keys.live(OWNER), 0, -1)
+            *found, live = cast(list[Any], pipeline.execute())
         size = 11
         for i, id in enumerate(JOBS):
             self._check_job(id, *found[i * size : (i + 1) * size])
         assert all(expires != -1 for expires in found[len(JOBS) * size :]), "a shared key without an expiry"
+        going = {id for id, seen in self.seen.items() if seen.record and seen.record["status"] not in ENDED}
+        assert set(live) == going, "a key has at once what has not ended"
         for worker in self.workers:
             assert len(worker.slots) <= SLOTS
 

@@ -141,6 +141,14 @@ def test_a_late_end_gives_nothing_back_to_another_minute(ledger: LedgerOnAClock)
     assert left.tokens.remaining == 50
 
 
+def test_a_late_end_leaves_no_key_behind(ledger: LedgerOnAClock) -> None:
+    ask(ledger, "j", KeyLimits(tokens_per_minute=100), tokens=90)
+    ledger.advance(62)
+    ledger.client.delete(keys.minute(KEY))  # as its expiry does, on the server's clock
+    ledger.run(ledger.calls.cancel("j"))
+    assert not ledger.client.exists(keys.minute(KEY))
+
+
 @pytest.mark.parametrize("end", ["finished", "cancelled", "expired", "poison"])
 def test_jobs_at_once_are_those_that_have_not_ended_however_they_end(ledger: LedgerOnAClock, end: str) -> None:
     limits = KeyLimits(jobs_at_once=2)
