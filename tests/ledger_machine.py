@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import redis
 
@@ -247,7 +247,7 @@ class World:
             for key in (*shared, keys.TICK, keys.GRACE):
                 pipeline.pexpiretime(key)
             pipeline.zrange(keys.live(OWNER), 0, -1)
-            *found, live = cast(list[Any], pipeline.execute())
+            *found, live = pipeline.execute()
         size = 11
         for i, id in enumerate(JOBS):
             self._check_job(id, *found[i * size : (i + 1) * size])

@@ -133,7 +133,7 @@ def test_the_same_idempotency_key_of_two_callers_is_two_keys(
     assert jobs[0] != jobs[1]
     # another body is a conflict for its own caller alone
     assert us.post("/jobs", json={"prompt": "y"}, headers=headers).status_code == 409
-    upload = {"files": {"file": ("in.jsonl", b"{}")}, "data": {"purpose": "batch"}, "headers": headers}
+    upload: dict[str, Any] = {"files": {"file": ("in.jsonl", b"{}")}, "data": {"purpose": "batch"}, "headers": headers}
     assert len({client.post("/v1/files", **upload).json()["id"] for client in (us, them, us)}) == 2
 
 

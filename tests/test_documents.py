@@ -61,6 +61,14 @@ def test_every_key_of_the_ledger_is_in_the_table_of_keys() -> None:
     ):
         assert f"`{example}`" in table
     shared = (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA, keys.VERSIONS)
-    shared = (*shared, keys.API_KEYS, keys.API_KEYS_REVISION)
-    for constant in (*shared, keys.FILES, keys.FILES_UNTIL, keys.FILES_BYTES, keys.BATCHES, keys.BATCHES_LIVE):
+    of_keys = (keys.API_KEYS, keys.API_KEYS_REVISION)
+    for constant in (
+        *shared,
+        *of_keys,
+        keys.FILES,
+        keys.FILES_UNTIL,
+        keys.FILES_BYTES,
+        keys.BATCHES,
+        keys.BATCHES_LIVE,
+    ):
         assert f"`{constant}`" in table
