@@ -89,13 +89,21 @@ def digest_of(secret: str) -> str:
 
 
 def parse_table(raw: Mapping[Any, Any]) -> dict[str, ApiKey]:
-    """The hash of keys as it stands in Redis, by digest; what a newer release says besides is passed over."""
+    """The hash of keys as it stands in Redis, by digest.
+
+    What a newer release says besides is passed over. A record that cannot be read is a key that is good for nothing: it
+    counts as one, so that the API stays closed.
+    """
+    return {str(digest): _parse(str(digest), str(text)) for digest, text in raw.items()}
+
+
+def _parse(digest: str, text: str) -> ApiKey:
     known = {field.name for field in fields(ApiKey)} - {"digest"}
-    table = {}
-    for digest, text in raw.items():
-        said = {name: value for name, value in json.loads(str(text)).items() if name in known}
-        table[str(digest)] = ApiKey(digest=str(digest), **{**said, "models": tuple(said.get("models", ()))})
-    return table
+    try:
+        said = {name: value for name, value in json.loads(text).items() if name in known}
+        return ApiKey(digest=digest, **{**said, "models": tuple(said.get("models", ()))})
+    except (ValueError, TypeError, AttributeError):
+        return ApiKey(digest, f"{ID_PREFIX}{digest[:16]}", "unreadable", 0, revoked_at=0, revoked_by="command")
 
 
 #: Change one field, if it is still what the caller has read. KEYS: the keys, what changes with them. ARGV: field, what

@@ -21,7 +21,7 @@ from api.keyring import LOOK_S
 from api.safety import is_loopback
 from api.server import check_host
 from tasks import keys
-from tasks.api_keys import KeyStore
+from tasks.api_keys import KeyStore, digest_of
 from tasks.settings import Settings, SettingsError
 from tests.api_keys import Holder, make_key, revoke
 from tests.api_server import ApiServer, events_of, running_api, until
@@ -218,8 +218,8 @@ def test_the_health_of_a_server_with_keys_is_told_to_strangers_as_a_status_alone
             assert ("secret-name" in response.text) is told
             assert ("62 %" in response.text) is told
         owner.heartbeat("ready")
-        time.sleep(1)  # what is known of workers may be a second old
-        assert stranger.get("/health/ready").json() == {"status": "ready"}
+        # what is known of workers may be a second old
+        until(lambda: stranger.get("/health/ready").json() == {"status": "ready"})
 
 
 # --- the first key, and the last -------------------------------------------------------------------------------------
@@ -359,6 +359,19 @@ def test_a_key_costs_no_call_of_redis_per_request(
     looks = (time.monotonic() - started) / LOOK_S + 2
     assert num_calls("get") - before["get"] <= looks * 3  # the keeper and the batches look too
     assert num_calls("hgetall") == before["hgetall"]
+
+
+@pytest.mark.parametrize("record", ["", "no json", "[]", "{}", '{"id": 1}', '{"id": "key_x", "name": "x"}'])
+def test_a_record_that_cannot_be_read_lets_nobody_in_and_keeps_nobody_out(
+    settings: Settings, redis_client: redis.Redis, record: str
+) -> None:
+    secret = "x" * 43
+    redis_client.hset(keys.API_KEYS, digest_of(secret), record)
+    with running_api(settings) as api, api.client() as client:
+        assert_unauthorized(client.get("/jobs"))
+        assert_unauthorized(client.get("/jobs", headers={"Authorization": f"Bearer {secret}"}))
+        holder = make_key(redis_client)
+        until(lambda: client.get("/jobs", headers=holder.headers).status_code == 200)
 
 
 # --- hosts -----------------------------------------------------------------------------------------------------------

@@ -232,7 +232,8 @@ def test_a_key_for_models_that_nobody_has_served_yet_gets_none(settings: Setting
             response = submit(client, **fields)
             assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
         register_model(redis_client, ModelInfo("later", "later", "simulated", registered_at=time.time()))
-        time.sleep(1.1)  # what is known of models may be a second old
+        # what is known of models may be a second old
+        until(lambda: submit(client).status_code == 202)
         assert submit(client).json()["model"] == "later"
 
 

@@ -272,6 +272,29 @@ def test_up_without_a_key_that_cannot_tell_before_is_ended_by_its_api(tmp_path: 
         assert "CARPOOL_HOST=0.0.0.0: there is no API key" in instance.output
 
 
+def test_the_api_alone_is_refused_for_others_without_a_key_in_one_line(command: Keys, redis_url: str) -> None:
+    def serve(url: str) -> subprocess.CompletedProcess[str]:
+        return carpool("api", "--host", "0.0.0.0", "--port", "0", settings={"CARPOOL_REDIS_URL": url})
+
+    done = serve(redis_url)
+    assert done.returncode == ExitCode.PRECONDITION
+    (line,) = done.stderr.splitlines()
+    assert "--host 0.0.0.0 would serve everyone" in line
+    assert "carpool keys create" in line
+    done = serve("redis://:geheim@127.0.0.1:1/0")
+    assert done.returncode == ExitCode.PRECONDITION
+    assert "does not tell whether there is one" in done.stderr
+    assert "geheim" not in done.stderr
+
+
+def test_a_file_of_keys_that_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    settings = {"CARPOOL_API_KEYS_FILE": str(tmp_path / "nowhere"), "CARPOOL_DATA_DIR": str(tmp_path / "data")}
+    for command in ("up --engine simulated --port 0", "api --port 0"):
+        done = carpool(*command.split(), settings=settings)
+        assert done.returncode == ExitCode.USAGE
+        assert "nowhere: it cannot be read" in done.stderr.splitlines()[-1]
+
+
 # --- logs ------------------------------------------------------------------------------------------------------------
 
 

@@ -290,8 +290,8 @@ local function terminal(id, status, finish_reason, error, tail)
   redis.call('HSET', key, 'status', status, 'epoch', epoch, 'lease', '0', 'finished_at', int(NOW), 'finish_reason', finish_reason,
     'error', error)
   leave_queues(id, j.pool)
-  leave_key(id, j)
   redis.call('ZREM', DUE, id)
+  leave_key(id, j)
   publish(id, data)
   -- the children of a group stay until the group has ended, so that its texts are whole, and a line of a batch until its
   -- answer is in the batch's output
