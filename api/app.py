@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from api import errors, generation, health, jobs
+from api.access import OPEN_PATHS, Access
 from api.batches.runner import BatchRunner
+from api.caller import RATE_HEADERS
 from api.openai import batches as batch_endpoints
 from api.openai import chat, completions, files, models, responses
-from api.safety import BodyCheck, HostCheck, RequestIds
+from api.safety import BodyCheck, RequestIds
 from api.service import Service
+from tasks.api_key_terms import read_key_file
 from tasks.settings import Settings, load_settings
 
 _DESCRIPTION = """LLM generation on Celery and Redis.
@@ -23,7 +28,9 @@ _DESCRIPTION = """LLM generation on Celery and Redis.
 An accepted job is never lost, and a stream outlives both of its ends: the client's and the worker's.
 
 Errors are `{"error": {"message", "type", "param", "code"}}`. Every answer to a request that made a job carries
-`x-carpool-job-id` and `Location`; any stream can be taken up again at `/jobs/{id}/stream`."""
+`x-carpool-job-id` and `Location`; any stream can be taken up again at `/jobs/{id}/stream`.
+
+Where there are API keys, every request needs one (`Authorization: Bearer …`), and sees what was made with it alone."""
 
 
 class _Application(FastAPI):
@@ -36,6 +43,11 @@ class _Application(FastAPI):
                     operation["responses"].pop("422", None)
         for name in ("HTTPValidationError", "ValidationError"):
             described["components"]["schemas"].pop(name, None)
+        described["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in described["paths"].items():
+            for operation in operations.values():
+                # without keys nothing is asked for
+                operation["security"] = [] if path in OPEN_PATHS else [{"api_key": []}, {}]
         return described
 
 
@@ -45,13 +57,14 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     Its parts (clients of Redis, the relay, the keeper of the ledger) live as long as its lifespan.
 
     Raises:
-        SettingsError: the environment holds a setting that cannot be used.
+        SettingsError: a setting cannot be used, or what CARPOOL_API_KEYS_FILE holds.
     """
     used = settings or load_settings()
+    listed_keys = read_key_file(Path(used.api_keys_file).expanduser(), time.time()) if used.api_keys_file else ()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with Service(used) as service, BatchRunner(service) as batches:
+        async with Service(used, listed_keys) as service, BatchRunner(service) as batches:
             app.state.service = service
             app.state.batches = batches
             yield
@@ -71,16 +84,15 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_middleware(
         BodyCheck, max_bytes=used.max_body_bytes, uploads={files.PATH: used.max_file_bytes}, origins=origins
     )
+    app.add_middleware(Access, allowed_hosts=_names(used.allowed_hosts), any_host=used.allow_no_keys)
     if origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client in a page sends headers of its own; the origins are what is checked
-            expose_headers=["Location", "Retry-After", "x-carpool-job-id", "x-request-id"],
+            expose_headers=["Location", "Retry-After", "x-carpool-job-id", "x-request-id", *RATE_HEADERS],
         )
-    if not used.allow_no_keys:
-        app.add_middleware(HostCheck, allowed=_names(used.allowed_hosts))
     app.add_middleware(RequestIds, root_path=used.root_path)
     return app
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from redis.exceptions import RedisError
 from starlette.responses import JSONResponse, Response
 
+from api.caller import caller_of
 from api.errors import ClientLeft, error_of_job, job_headers, naming_job, root_path
 from api.events import Cursor
 from api.feed import Feed
@@ -22,7 +23,7 @@ from api.schemas import (
     GenerateStream,
     GenerateVllm,
 )
-from api.service import OWNER, Service, service_of
+from api.service import Service, service_of
 from api.waiting import wait_for_end
 from tasks import keys
 from tasks.codes import CarpoolError
@@ -35,11 +36,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text}
     for status, text in (
         (400, "The request cannot be read, or is longer than the model's context."),
-        (404, "There is no such model."),
+        (401, "An API key is needed, or this one is good no more."),
+        (403, "The API key may not ask for this priority."),
+        (404, "There is no such model, or not for this API key."),
         (409, "The job was cancelled, or the Idempotency-Key was used with another body."),
         (413, "The body is larger than CARPOOL_MAX_BODY_BYTES."),
         (415, "The body is not JSON."),
         (422, "A field has a value that is not possible, or is not supported."),
+        (429, "The API key has used up its minute, or has as many jobs as it may."),
         (500, "The job failed."),
         (503, "Redis or a worker is away, or full."),
         (504, "The job goes on and the wait was too long, or its deadline passed."),
@@ -56,15 +60,18 @@ async def idempotency_of(request: Request) -> Idempotency | None:
     if key is None:
         return None
     body = await request.json()
-    return Idempotency.of(OWNER, request.method, str(request.scope["path"]).removeprefix(root_path(request)), key, body)
+    path = str(request.scope["path"]).removeprefix(root_path(request))
+    return Idempotency.of(caller_of(request).owner, request.method, path, key, body)
 
 
 @router.post("/basic_generate", response_model=GeneratedText)
 async def basic_generate(body: BasicGenerate, request: Request) -> Response:
     """Complete one prompt and answer with prompt and completion: 50 new tokens, greedy, unless you say otherwise."""
-    service = service_of(request)
-    draft = Draft(body, body.default_max_tokens, [body.prompt], idempotency=await idempotency_of(request))
-    view = await run(service, request, draft, *await service.models.choose(body.model))
+    service, caller = service_of(request), caller_of(request)
+    draft = Draft(
+        body, body.default_max_tokens, [body.prompt], idempotency=await idempotency_of(request), caller=caller
+    )
+    view = await run(service, request, draft, *await service.models.choose(body.model, caller))
     return _json({"generated_text": body.prompt + view["text"]}, view, request)
 
 
@@ -72,7 +79,7 @@ async def basic_generate(body: BasicGenerate, request: Request) -> Response:
 async def generate(body: Generate, request: Request) -> Response:
     """Complete several prompts, which ride side by side, and answer in order with prompts and completions."""
     service = service_of(request)
-    target = await service.models.choose(body.model)
+    target = await service.models.choose(body.model, caller_of(request))
     view = await _run_group(service, request, body, body.prompts, target)
     texts = [prompt + text for prompt, text in zip(body.prompts, view["texts"], strict=True)]
     return _json({"generated_texts": texts}, view, request)
@@ -84,7 +91,7 @@ async def generate_vllm(body: GenerateVllm, request: Request) -> Response:
     if not body.prompts:
         return JSONResponse({"generated_texts": []})
     service = service_of(request)
-    target = await service.models.choose_vllm(body.model)
+    target = await service.models.choose_vllm(body.model, caller_of(request))
     view = await _run_group(service, request, body, body.prompts, target)
     return _json({"generated_texts": view["texts"]}, view, request)
 
@@ -96,15 +103,18 @@ async def generate_stream(body: GenerateStream, request: Request) -> Response:
     The last event adds `finish_reason`, `usage`, `status` and `error`; its token is the rest of the text and may be
     empty. A stream that was cut is taken up again at `/jobs/{sequence_id}/stream`.
     """
-    service = service_of(request)
+    service, caller = service_of(request), caller_of(request)
     service.check_streams()
-    draft = Draft(body, body.default_max_tokens, [body.prompt], idempotency=await idempotency_of(request))
-    target = await service.models.choose(body.model)
+    draft = Draft(
+        body, body.default_max_tokens, [body.prompt], idempotency=await idempotency_of(request), caller=caller
+    )
+    target = await service.models.choose(body.model, caller)
     ticket, feed = await service.intake.accept_and_follow(draft, *target, ends_only=False)
     return service.open_stream(
         feed,
         [Cursor()],
         job_headers(ticket.id, root_path(request)),
+        caller,
         cancel_abandoned="" if draft.idempotency else ticket.id,
     )
 
@@ -123,7 +133,14 @@ async def _run_group(
             f"prompts: at most {most} are possible in one request, but it has {len(prompts)}",
             param="prompts",
         )
-    draft = Draft(body, body.default_max_tokens, prompts, is_group=True, idempotency=await idempotency_of(request))
+    draft = Draft(
+        body,
+        body.default_max_tokens,
+        prompts,
+        is_group=True,
+        idempotency=await idempotency_of(request),
+        caller=caller_of(request),
+    )
     return await run(service, request, draft, *target)
 
 

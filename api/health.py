@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
+from redis.exceptions import RedisError
 from starlette.responses import JSONResponse, Response
 
 from api.models import Pool, start_worker
@@ -37,8 +38,15 @@ async def live() -> Response:
 async def accepting(request: Request) -> Response:
     """This server takes jobs: Redis answers, and takes writes."""
     service = service_of(request)
-    await _check_server_once(service)
-    await service.client.set(keys.PROBE, "1", ex=_PROBE_TTL_S)
+    try:
+        await _check_server_once(service)
+        await service.client.set(keys.PROBE, "1", ex=_PROBE_TTL_S)
+    except (CarpoolError, RedisError):
+        if _is_told_details(request):
+            raise
+        raise CarpoolError(
+            "redis_unavailable", "Redis is away, or takes no writes. Try again", retry_after_s=1
+        ) from None
     return JSONResponse({"status": "accepting"})
 
 
@@ -55,20 +63,36 @@ async def ready(
     model: Annotated[str | None, Query(description="Ask for this model alone, by its name or an alias.")] = None,
 ) -> Response:
     """Jobs are run: a worker is ready. Else the message says what is waited for. `models` says how each one is."""
-    models = service_of(request).models
-    pools = await models.pools()
+    models, is_told = service_of(request).models, _is_told_details(request)
+    try:
+        pools = await models.pools()
+        alias = await models.find(model) if model is not None else None
+    except RedisError:
+        if is_told:
+            raise
+        raise CarpoolError("redis_unavailable", "Redis is away. Try again", retry_after_s=1) from None
     if model is not None:
-        alias = await models.find(model)
         if alias is None:
-            raise await models.unknown(model)
+            raise await models.unknown(model) if is_told else _no_such_model(model)
         pools = [pool for pool in pools if pool.alias == alias]
-    body: dict[str, Any] = {"status": "ready", "models": [_model(pool) for pool in pools]}
+    body: dict[str, Any] = {"status": "ready"}
+    if is_told:
+        body["models"] = [_model(pool) for pool in pools]
     if any(pool.state == "ready" for pool in pools):
         return JSONResponse(body)
-    waiting_for = _waiting_for(pools, alias if model is not None else None)
+    waiting_for = _waiting_for(pools, alias) if is_told else "it is not said without an API key"
     error = CarpoolError("no_worker", f"waiting for a worker: {waiting_for}", retry_after_s=1)
     body.update(status="waiting", waiting_for=waiting_for, error=error.body())
     return JSONResponse(body, 503, {"Retry-After": "1"})
+
+
+def _is_told_details(request: Request) -> bool:
+    """Whether more than a status may be said: everybody may ask here, and where there are keys, most are strangers."""
+    return bool(request.scope["state"]["is_told_details"])
+
+
+def _no_such_model(name: str) -> CarpoolError:
+    return CarpoolError("model_not_found", f"there is no model {name[:128]!r} here. Ask for another", param="model")
 
 
 def _model(pool: Pool) -> dict[str, Any]:

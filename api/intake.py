@@ -7,12 +7,13 @@ import json
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import redis.asyncio
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
+from api.caller import Caller, over_limit
 from api.counting import TokenCounter
 from api.errors import naming_job
 from api.events import as_json
@@ -27,7 +28,7 @@ from tasks.job_request import JobOptions, child_seed, draw_seed
 from tasks.keeper import Keeper
 from tasks.ledger import AsyncLedger, script_text
 from tasks.ledger_types import Acceptance, Accepted, Job
-from tasks.priority import NORMAL, priority_number
+from tasks.priority import NORMAL
 from tasks.registry import ModelInfo
 from tasks.settings import Settings
 
@@ -71,8 +72,9 @@ class Draft:
         id_prefix: what the job's id begins with, where the client expects that; ids are UUIDs otherwise.
         request: what the endpoint needs to answer again in its own shape, as JSON.
         default_priority: of a request that names none.
-        batch: the batch that this is a line of, "" where it is none.
+        batch: the batch that this is a line of, "" where it is none. Its jobs are not counted against the key's limits.
         webhook: URL that is told of the end, checked; "" where none is. Of one job alone, not of a group.
+        caller: who asks.
     """
 
     options: JobOptions
@@ -87,6 +89,7 @@ class Draft:
     default_priority: int = NORMAL
     batch: str = ""
     webhook: str = ""
+    caller: Caller = field(kw_only=True)
 
     @property
     def num_jobs(self) -> int:
@@ -159,7 +162,8 @@ class Intake:
         """
         await self._check(draft, model)
         await self._check_worker(draft, alias)
-        return await self._accept(draft, alias, draft.new_id())
+        id = draft.new_id()
+        return await self._accept(draft, self._acceptance(draft, alias, model, id))
 
     async def prepare(self, draft: Draft, alias: str, model: ModelInfo | None, id: str) -> Acceptance:
         """What the ledger is to accept under this id, for who has it do so together with something else.
@@ -170,7 +174,7 @@ class Intake:
             CarpoolError: it is refused.
         """
         await self._check(draft, model)
-        return self._acceptance(draft, alias, id)
+        return self._acceptance(draft, alias, model, id)
 
     async def accept_and_follow(
         self, draft: Draft, alias: str, model: ModelInfo | None, *, ends_only: bool
@@ -182,6 +186,7 @@ class Intake:
         await self._check(draft, model)
         await self._check_worker(draft, alias)
         id = draft.new_id()
+        acceptance = self._acceptance(draft, alias, model, id)
         ids = [id] if ends_only else draft.sequence_ids(id)
         # The subscription is on its way together with the acceptance. Without a connection it goes first, so that
         # nothing is started that nobody can follow.
@@ -190,7 +195,7 @@ class Intake:
         else:
             feed = await self._relay.follow(ids, ends_only=ends_only)
         try:
-            ticket = await self._accept(draft, alias, id)
+            ticket = await self._accept(draft, acceptance)
             if ticket.is_new:
                 return ticket, feed
         except BaseException:
@@ -219,8 +224,11 @@ class Intake:
             if not known:
                 raise
 
-    async def _accept(self, draft: Draft, alias: str, id: str) -> Ticket:
-        accepted, durable = await self._record(self._acceptance(draft, alias, id))
+    async def _accept(self, draft: Draft, acceptance: Acceptance) -> Ticket:
+        accepted, durable = await self._record(acceptance)
+        draft.caller.spent = accepted.spent
+        if accepted.over is not None:
+            raise over_limit(accepted.over)
         if accepted.verdict == "conflict":
             raise CarpoolError(
                 "idempotency_conflict",
@@ -230,11 +238,11 @@ class Intake:
                 job_id=accepted.id,
             )
         if accepted.verdict == "again":
-            self._keeper.wake(alias)
+            self._keeper.wake(acceptance.pool)
         # the same id a second time is our own call, sent again because its answer was lost
-        return Ticket(accepted.id, accepted.id == id, durable)
+        return Ticket(accepted.id, accepted.id == acceptance.id, durable)
 
-    def _acceptance(self, draft: Draft, alias: str, id: str) -> Acceptance:
+    def _acceptance(self, draft: Draft, alias: str, model: ModelInfo | None, id: str) -> Acceptance:
         options = draft.options
         max_tokens = options.max_tokens or min(draft.default_max_tokens, self._settings.max_tokens)
         seed = draw_seed() if options.seed is None else options.seed
@@ -254,9 +262,12 @@ class Intake:
             request=draft.request,
             idempotency=draft.idempotency.scope_hash if draft.idempotency else "",
             body_hash=draft.idempotency.body_hash if draft.idempotency else "",
-            priority=priority_number(options.priority, draft.default_priority),
+            priority=draft.caller.priority(options.priority, draft.default_priority),
             batch=draft.batch,
             webhook=draft.webhook,
+            owner=draft.caller.owner,
+            limits=None if draft.batch else draft.caller.limits,
+            counted_tokens=_counted(draft, model, inputs, max_tokens),
         )
 
     async def _record(self, acceptance: Acceptance) -> tuple[Accepted, bool | None]:
@@ -286,3 +297,22 @@ class Intake:
         # a server without an append-only file refuses to wait for one
         durable = not isinstance(flushed, ResponseError) and int(flushed[0]) >= 1
         return call.parse(answer), durable
+
+
+def _counted(draft: Draft, model: ModelInfo | None, inputs: Sequence[str], max_tokens: int) -> list[int]:
+    """What each job counts as against its key's tokens a minute: a token for four bytes, and all that it may generate.
+
+    Its end puts that right. A request that leaves max_tokens to us is not refused for being too large for the limit.
+    """
+    limits = draft.caller.limits
+    if limits is None or not limits.tokens_per_minute or draft.batch:
+        return []
+    counted = []
+    for input in inputs:
+        prompt = max(1, len(input.encode()) // 4)
+        room = max_tokens if model is None or not model.context_length else model.context_length - prompt
+        counted.append(prompt + max(1, min(max_tokens, room)))
+    if draft.options.max_tokens is None:
+        most = max(1, limits.tokens_per_minute // len(counted))
+        counted = [min(one, most) for one in counted]
+    return counted

@@ -11,12 +11,13 @@ from fastapi import APIRouter, Query, Request
 from redis.exceptions import RedisError
 from starlette.responses import JSONResponse, Response
 
+from api.caller import Caller, caller_of
 from api.errors import job_headers, root_path
 from api.events import MAX_STREAM_CHILDREN, as_json, parse_cursor
 from api.generation import ERRORS, EVENTS, idempotency_of
 from api.intake import Draft, Ticket
 from api.schemas import ErrorAnswer, JobPage, JobView, SubmitJob
-from api.service import OWNER, Service, job_not_found, service_of
+from api.service import Service, job_not_found, service_of
 from api.waiting import has_ended, wait_for_end
 from tasks import keys
 from tasks.calls import Call
@@ -37,7 +38,7 @@ async def submit(body: SubmitJob, request: Request) -> Response:
 
     With an `Idempotency-Key`, the same request sent again answers with the same job.
     """
-    service = service_of(request)
+    service, caller = service_of(request), caller_of(request)
     draft = Draft(
         body,
         body.default_max_tokens,
@@ -45,8 +46,9 @@ async def submit(body: SubmitJob, request: Request) -> Response:
         messages=body.messages,
         idempotency=await idempotency_of(request),
         webhook=service.webhooks.check(body.webhook_url),
+        caller=caller,
     )
-    alias, model = await service.models.choose(body.model)
+    alias, model = await service.models.choose(body.model, caller)
     ticket = await service.intake.accept(draft, alias, model)
     view = await _view_of_accepted(service, ticket, alias)
     if ticket.durable is not None:
@@ -63,7 +65,7 @@ async def list_jobs(
 ) -> Response:
     """List jobs, newest first."""
     service = service_of(request)
-    views, after = await service.ledger.run(service.calls.list(OWNER, cursor, limit))
+    views, after = await service.ledger.run(service.calls.list(caller_of(request).owner, cursor, limit))
     data = [_rooted(view, root_path(request)) for view in views]
     return JSONResponse({"object": "list", "data": data, "next_cursor": after or None})
 
@@ -75,14 +77,14 @@ async def get_job(
     wait: Annotated[float, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for the end.")] = 0,
 ) -> Response:
     """Ask for a job; with `wait`, the answer comes when it has ended, or when the time is over."""
-    service = service_of(request)
+    service, caller = service_of(request), caller_of(request)
     _check_id(id)
     most = service.settings.max_wait_s
     if wait > most:
         raise CarpoolError(
             "invalid_request", f"wait: at most {most:g} seconds are possible, but it is {wait:g}", param="wait"
         )
-    text = await _view_text(service, id)
+    text = await _view_text(service, id, caller)
     if wait and not has_ended(json.loads(text)):
         text = await _wait_for_end(service, request, id, wait)
     root = root_path(request)
@@ -94,12 +96,12 @@ async def get_job(
 )
 async def cancel_job(id: str, request: Request) -> Response:
     """Cancel a job or a group: 200 where it has ended, 202 where its worker was told to stop."""
-    service = service_of(request)
+    service, owner = service_of(request), caller_of(request).owner
     _check_id(id)
-    verdict = await service.ledger.run(service.calls.cancel(id))
+    verdict = await service.ledger.run(service.calls.cancel(id, owner))
     if verdict == "gone":
         raise job_not_found(id)
-    view = await service.view(id)
+    view = await service.view(id, owner)
     return JSONResponse(_rooted(view, root_path(request)), 200 if has_ended(view) else 202)
 
 
@@ -108,7 +110,7 @@ async def delete_job(id: str, request: Request) -> Response:
     """Delete an ended job or group with everything that is kept of it."""
     service = service_of(request)
     _check_id(id)
-    verdict = await service.ledger.run(service.calls.forget(id, OWNER))
+    verdict = await service.ledger.run(service.calls.forget(id, caller_of(request).owner))
     if verdict == "gone":
         raise job_not_found(id)
     if verdict == "riding":
@@ -137,24 +139,27 @@ async def stream_job(
 
     `Last-Event-ID` wins over `starting_after`. A group of up to 16 is followed as one, its event ids joined by commas.
     """
-    service = service_of(request)
+    service, caller = service_of(request), caller_of(request)
     _check_id(id)
-    ids = await _sequences(service, id)
+    ids = await _sequences(service, id, caller)
     # a browser that reconnects sends the header and repeats the URL: the header is the newer of the two
     cursors = parse_cursor(request.headers.get("last-event-id") or starting_after, len(ids))
     if all(cursor.ended for cursor in cursors):
         return Response(status_code=204)
     service.check_streams()
     member, feed = await service.attach_and_follow(id, ids)
-    return service.open_stream(feed, cursors, {}, member=member)
+    return service.open_stream(feed, cursors, {}, caller, member=member)
 
 
-async def _sequences(service: Service, id: str) -> list[str]:
+async def _sequences(service: Service, id: str, caller: Caller) -> list[str]:
     """The job, or the children of a group. Raises CarpoolError where there is none, or there are too many."""
     state = (await service.look([id]))[0]
-    if state is None:
+    async with service.client.pipeline(transaction=False) as pipeline:
+        pipeline.hget(keys.record(id), "key")
+        pipeline.hmget(keys.group(id), ["n", "key"])
+        own, (num_children, of_group) = await pipeline.execute()
+    if state is None or (own or of_group or keys.NO_KEY) != caller.owner:
         raise job_not_found(id)
-    num_children = await service.client.hget(keys.group(id), "n")
     if num_children is None:
         return [id]
     if int(num_children) > MAX_STREAM_CHILDREN:
@@ -174,12 +179,12 @@ async def _wait_for_end(service: Service, request: Request, id: str, wait_s: flo
             view = await wait_for_end(service, request, feed, wait_s)
     finally:
         service.in_background(service.attachments.detach(member))
-    return as_json(view) if view is not None else await _view_text(service, id)
+    return as_json(view) if view is not None else await _view_text(service, id, caller_of(request))
 
 
-async def _view_text(service: Service, id: str) -> str:
+async def _view_text(service: Service, id: str, caller: Caller) -> str:
     """A job's object as the JSON that the ledger gives, which a poll passes on as it is."""
-    parsed = service.calls.view([id])
+    parsed = service.calls.view([id], caller.owner)
     text = await service.ledger.run(Call(parsed.script, parsed.keys, parsed.args, lambda answer: str(answer[0])))
     if not text:
         raise job_not_found(id)

@@ -10,6 +10,7 @@ from typing import Final
 
 import redis.asyncio
 
+from api.caller import Caller
 from tasks import keys
 from tasks.codes import CarpoolError
 from tasks.registry import ModelInfo, WorkerInfo, choose_model, list_workers_async, parse_models
@@ -95,10 +96,12 @@ class Models:
         """The models that a living worker serves, or will as soon as it has loaded them."""
         return {worker.pool for worker in await self.workers(fresh=fresh) if worker.serves}
 
-    async def served(self) -> dict[str, ModelInfo]:
-        """What is alive now, by every name that a request may give it: its own, and the aliases of the settings."""
-        known, alive = await self.known(fresh=True), await self.alive(fresh=True)
-        found = {name: known[name] for name in sorted(alive) if name in known}
+    async def served(self, caller: Caller) -> dict[str, ModelInfo]:
+        """What is alive now and the caller's to use, by every name that a request may give it: its own, and the aliases
+        of the settings.
+        """
+        known, alive, allowed = await self.known(fresh=True), await self.alive(fresh=True), self.allowed(caller)
+        found = {name: known[name] for name in sorted(alive) if name in known and (allowed is None or name in allowed)}
         for alias, name in self.aliases.items():
             if name in found and alias not in known:
                 found[alias] = found[name]
@@ -115,29 +118,47 @@ class Models:
                 return alias
         return None
 
-    async def choose(self, asked: str | None) -> tuple[str, ModelInfo | None]:
-        """The alias that a request goes to, and what is known of it.
+    def allowed(self, caller: Caller) -> frozenset[str] | None:
+        """The models that a caller may use, by the names that they are served under; None: all."""
+        if caller.key is None or not caller.key.models:
+            return None
+        return frozenset(name if name in self._models else self.aliases.get(name, name) for name in caller.key.models)
+
+    async def choose(self, asked: str | None, caller: Caller) -> tuple[str, ModelInfo | None]:
+        """The alias that a request goes to, and what is known of it. What the caller may not use is not there.
 
         Raises:
             CarpoolError: "model_not_found".
         """
+        known, alive, default = await self.known(), await self.alive(), self._default
+        allowed = self.allowed(caller)
         if asked is not None:
             alias = await self.find(asked)
-            if alias is None:
-                raise await self.unknown(asked)
+            if alias is None or (allowed is not None and alias not in allowed):
+                raise await self.unknown(asked, caller)
             return alias, (await self.known()).get(alias)
-        known, alive = await self.known(), await self.alive()
-        alias = choose_model(None, known.values(), self._default, is_named=self._default_is_named, alive=alive)
-        return alias or self._default, known.get(alias or self._default)
-
-    async def unknown(self, asked: str) -> CarpoolError:
-        """The error for a model that nobody has ever served."""
-        there = ", ".join(sorted(await self.known())) or self._default
-        return CarpoolError(
-            "model_not_found",
-            f"no worker has ever served the model {asked[:_SHOWN]!r}. There is: {there}",
-            param="model",
+        if allowed is not None:
+            known = {alias: model for alias, model in known.items() if alias in allowed}
+            default = default if default in allowed else ""
+        alias = choose_model(
+            None, known.values(), default, is_named=self._default_is_named and bool(default), alive=alive
         )
+        alias = alias or default
+        if not alias:
+            raise await self.unknown(asked, caller)
+        return alias, known.get(alias)
+
+    async def unknown(self, asked: str | None, caller: Caller | None = None) -> CarpoolError:
+        """The error for a model that nobody has ever served, or that is none of the caller's."""
+        allowed = self.allowed(caller) if caller is not None else None
+        there = sorted(name for name in await self.known() if allowed is None or name in allowed)
+        shown = ", ".join(there) or (self._default if allowed is None else "none yet")
+        what = (
+            f"no worker has ever served the model {(asked or '')[:_SHOWN]!r}"
+            if allowed is None
+            else f"there is no model {(asked or '')[:_SHOWN]!r} for this API key"
+        )
+        return CarpoolError("model_not_found", f"{what}. There is: {shown}", param="model")
 
     async def check_worker(self, alias: str) -> None:
         """Refuse a model that nobody serves now, where the settings say so.
@@ -155,7 +176,7 @@ class Models:
             retry_after_s=10,
         )
 
-    async def choose_vllm(self, asked: str | None) -> tuple[str, ModelInfo | None]:
+    async def choose_vllm(self, asked: str | None, caller: Caller) -> tuple[str, ModelInfo | None]:
         """The same as `choose` among the models of live vLLM workers.
 
         Raises:
@@ -174,10 +195,14 @@ class Models:
                 "carpool worker --engine vllm (in an environment with the extra carpool[vllm]); or use /generate",
                 retry_after_s=10,
             )
-        if alias is not None and alias not in pools:
+        allowed = self.allowed(caller)
+        if allowed is not None:
+            pools = [pool for pool in pools if pool in allowed]
+        if (alias is not None and alias not in pools) or not pools:
             raise CarpoolError(
                 "model_not_found",
-                f"no worker with the vLLM engine serves the model {alias[:_SHOWN]!r}. There is: {', '.join(pools)}",
+                f"no worker with the vLLM engine serves the model {(alias or '')[:_SHOWN]!r}. "
+                f"There is: {', '.join(pools) or 'none'}",
                 param="model",
             )
         alias = alias or (self._default if self._default in pools else pools[0])

@@ -1,4 +1,4 @@
-"""What stands before every request, as plain ASGI: a name for the request, the Host check, the bounds of a body.
+"""What stands before every request, as plain ASGI: a name for the request, the bounds of a body.
 
 Starlette's BaseHTTPMiddleware would hide from an endpoint that its client has left, so nothing here uses it.
 """
@@ -74,31 +74,6 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
-
-
-class HostCheck:
-    """Without API keys, only this machine is served by name, so that no web page can reach the API by DNS rebinding.
-
-    Args:
-        allowed: further host names.
-    """
-
-    def __init__(self, app: ASGIApp, allowed: Iterable[str]) -> None:
-        self._app = app
-        self._allowed = frozenset(name.rstrip(".").lower() for name in allowed)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            name = host_name(Headers(scope=scope).get("host", ""))
-            if not is_loopback(name) and name.rstrip(".").lower() not in self._allowed:
-                error = CarpoolError(
-                    "host_not_allowed",
-                    f"the Host header names {name[:80]!r}, and without API keys only this machine is served. Call "
-                    "http://127.0.0.1, or add the name to CARPOOL_ALLOWED_HOSTS",
-                )
-                await answer(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 class BodyCheck:

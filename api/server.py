@@ -17,6 +17,7 @@ from api.app import create_app
 from api.http_protocol import MAX_HEAD_BYTES, http_protocol
 from api.safety import is_loopback
 from api.service import Service
+from tasks.api_keys import KeyStore
 from tasks.codes import CarpoolError
 from tasks.lifeline import watch_lifeline
 from tasks.logs import configure_logging
@@ -52,30 +53,48 @@ def serve(settings: Settings) -> None:
         SettingsError: the host may not be served so, its port is taken, or a secret of webhooks is none.
         CarpoolError: the Redis server would lose jobs, or its ledger is of a newer release.
     """
-    check_host(settings)
     webhook_secrets(settings)
     configure_logging(settings)
     raise_file_limit()
     check_redis(settings)
+    check_host(settings, redis_may_be_away=True)
+    app = create_app(settings)
     with listen(settings) as listener:
         # uvicorn raises the signal again once it has ended
         signal.signal(signal.SIGTERM, _end)
         signal.signal(signal.SIGINT, _end)
         watch_lifeline()
-        app = create_app(settings)
         server = Server(server_config(settings, app), app)
         host, port = listener.getsockname()[:2]
         _log.info("api_listens", host=host, port=port, redis=redacted(settings.redis_url))
         server.run([listener])
 
 
-def check_host(settings: Settings) -> None:
-    """Raises SettingsError for a host that others reach while nobody needs a key."""
-    if not is_loopback(settings.host) and not settings.allow_no_keys:
-        raise SettingsError(
-            f"CARPOOL_HOST={settings.host}: without API keys only this machine is served, or anybody could use the "
-            "model. Take CARPOOL_HOST=127.0.0.1, or set CARPOOL_ALLOW_NO_KEYS=1 if something else keeps strangers out"
-        )
+def check_host(settings: Settings, *, redis_may_be_away: bool = False) -> None:
+    """Refuse a host that others reach while there is no API key. Nobody would be served there: every request needs one.
+
+    Args:
+        redis_may_be_away: where it cannot be asked for keys, that is none to refuse the start for.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    if is_loopback(settings.host) or settings.allow_no_keys or settings.api_keys_file:
+        return
+    try:
+        with connect(settings) as client:
+            if KeyStore(client).table():
+                return
+            none = "there is no API key"
+    except RedisError as error:
+        if redis_may_be_away:
+            _log.warning("keys_cannot_be_read", error=str(error))
+            return
+        none = f"no API key is known ({error})"
+    raise SettingsError(
+        f"CARPOOL_HOST={settings.host}: {none}, and without keys only this machine is served. Make one with carpool "
+        "keys create, take CARPOOL_HOST=127.0.0.1, or set CARPOOL_ALLOW_NO_KEYS=1 if something else keeps strangers out"
+    )
 
 
 def check_redis(settings: Settings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, Self
 
 import structlog
@@ -11,16 +12,19 @@ from fastapi import Request
 from redis.exceptions import RedisError
 
 from api.attachments import Attachments
+from api.caller import Caller, over_limit
 from api.counting import TokenCounter
 from api.events import Cursor, EventRenderer, Renderer
 from api.feed import Feed
 from api.follower import Follower
 from api.intake import Intake
+from api.keyring import Keyring
 from api.models import Models
 from api.relay import Relay
 from api.revokes import RevokeListener
 from api.stream import JobEvents, JobStream
 from api.webhooks import WebhookGate
+from tasks.api_keys import ApiKey
 from tasks.app import create_celery
 from tasks.codes import CarpoolError
 from tasks.invitations import invitation_template
@@ -31,18 +35,19 @@ from tasks.redis_clients import connect_async
 from tasks.settings import Settings
 
 _log = structlog.get_logger("carpool.api")
-#: Without API keys all jobs stand in one list.
-OWNER = "all"
 
 
 class Service:
     """The parts, opened and closed together.
 
+    Args:
+        listed_keys: those of CARPOOL_API_KEYS_FILE.
+
     Attributes:
         stopping: set when the server is to end. Streams and waits then end at once, and no job is cancelled for it.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, listed_keys: Sequence[ApiKey] = ()) -> None:
         self.settings = settings
         self.webhooks = WebhookGate(settings)
         self.client = connect_async(settings)
@@ -57,6 +62,7 @@ class Service:
         self._keeper = Keeper(settings, invitation)
         self._revokes = RevokeListener(settings, self._celery)
         self._counter = TokenCounter(self.client)
+        self.keyring = Keyring(settings, listed_keys, self.relay.wake_all)
         self.intake = Intake(settings, self.client, self.ledger, self.relay, self._counter, self._keeper, self.models)
         self._background: set[asyncio.Task[None]] = set()
         self._num_streams = 0
@@ -67,10 +73,12 @@ class Service:
         self._revokes.start()
         self.relay.start()
         self.attachments.start()
+        self.keyring.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.stop()
+        await self.keyring.close()
         await self.relay.close()
         await self.attachments.close()
         if self._background:
@@ -90,9 +98,21 @@ class Service:
         """How jobs stand."""
         return await self.ledger.run(self.calls.look(ids))
 
-    async def view(self, id: str) -> dict[str, Any]:
-        """The object of `GET /jobs/{id}`. Raises CarpoolError "job_not_found"."""
-        view = (await self.ledger.run(self.calls.view([id])))[0]
+    async def count(self, caller: Caller) -> None:
+        """Count a request that makes no job. Raises CarpoolError "rate_limit_exceeded"."""
+        if caller.limits is None:
+            return
+        caller.spent, over = await self.ledger.run(self.calls.spend(caller.owner, caller.limits))
+        if over is not None:
+            raise over_limit(over)
+
+    async def view(self, id: str, owner: str = "") -> dict[str, Any]:
+        """The object of `GET /jobs/{id}`; what is not the owner's is not there, "" sees all.
+
+        Raises:
+            CarpoolError: "job_not_found".
+        """
+        view = (await self.ledger.run(self.calls.view([id], owner)))[0]
         if view is None:
             raise job_not_found(id)
         return view
@@ -155,6 +175,7 @@ class Service:
         feed: Feed,
         cursors: Sequence[Cursor],
         headers: dict[str, str],
+        caller: Caller,
         *,
         renderer: Renderer | None = None,
         cancel_abandoned: str = "",
@@ -163,6 +184,7 @@ class Service:
         """The event stream of a feed, which is closed with it.
 
         Args:
+            caller: who follows it; when its key is revoked the stream ends, and no job for it.
             renderer: the dialect of the events; None: that of `/jobs/{id}/stream`.
             cancel_abandoned: id of the job that ends if the client leaves; "": none does.
             member: attachment that ends with the stream; "": none.
@@ -177,6 +199,7 @@ class Service:
             renderer or EventRenderer(feed.ids, cursors),
             self.settings.sse_heartbeat_s,
             self.stopping,
+            partial(self.keyring.check, caller),
         )
         self._num_streams += 1
 

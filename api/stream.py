@@ -53,6 +53,7 @@ class JobStream:
     Args:
         followers: one per job of the feed.
         stopping: set when this server is to end; the stream then ends without an end event, for another to take up.
+        check: raises CarpoolError where the client may follow no longer; asked whenever the feed wakes.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class JobStream:
         renderer: Renderer,
         heartbeat_s: float,
         stopping: asyncio.Event,
+        check: Callable[[], None],
     ) -> None:
         self._client = client
         self._look = look
@@ -72,6 +74,7 @@ class JobStream:
         self._renderer = renderer
         self._heartbeat_s = heartbeat_s
         self._stopping = stopping
+        self._check = check
         self._redis_is_away = False
 
     async def frames(self) -> AsyncIterator[bytes]:
@@ -82,6 +85,7 @@ class JobStream:
             yield beginning.encode()
         while True:
             try:
+                self._check()
                 async for frame in self._news():
                     yield frame
                     comment_at = loop.time() + self._heartbeat_s

@@ -9,6 +9,7 @@ from typing import Any, Final
 from fastapi import Request
 from redis.exceptions import RedisError
 
+from api.caller import caller_of
 from api.ending import end_tasks
 from api.errors import ClientLeft
 from api.feed import Feed
@@ -28,9 +29,10 @@ async def wait_for_end(service: Service, request: Request, feed: Feed, timeout_s
 
     Raises:
         ClientLeft: the client has gone.
-        CarpoolError: "job_not_found": the record has expired meanwhile.
+        CarpoolError: "job_not_found": the record has expired meanwhile; "invalid_api_key": the caller's was revoked.
     """
     id = feed.ids[0]
+    caller = caller_of(request)
     loop = asyncio.get_running_loop()
     until = loop.time() + timeout_s
     gone = asyncio.create_task(_until_disconnect(request, feed.wake))
@@ -52,6 +54,7 @@ async def wait_for_end(service: Service, request: Request, feed: Feed, timeout_s
                     must_look = False
             if gone.done():
                 raise ClientLeft
+            service.keyring.check(caller)
             left_s = until - loop.time()
             if left_s <= 0 or service.stopping.is_set():
                 return None

@@ -15,6 +15,7 @@ import typer
 
 from ops.errors import ExitCode, OperationError
 from ops.jobs_cli import DataDirOption, JsonOption, UrlOption, connect_api, jobs_app
+from ops.keys_cli import keys_app
 from ops.text import print_error, table
 from tasks.codes import CarpoolError
 from tasks.redis_clients import ServerRefused
@@ -29,6 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(jobs_app, name="jobs")
+app.add_typer(keys_app, name="keys")
 
 Engine = Annotated[str | None, typer.Option(help="transformers, vllm or simulated.")]
 Model = Annotated[str | None, typer.Option(help="Bundled model, hub name, local folder or GGUF file.")]
@@ -128,6 +130,7 @@ def api(
     settings = _settings(debug, host=host, port=port, model_aliases=_aliases(model_alias), redis_url=redis_url)
     if not _is_supervised():  # else the supervisor has looked
         preflight.check_host(settings)
+        preflight.check_keys_file(settings)
         preflight.claim_port(settings.host, settings.port)
     serve(settings)
 

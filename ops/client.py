@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self
 
@@ -38,13 +39,18 @@ def find_url(data: DataDir, url: str | None) -> str:
 
 
 class ApiClient:
-    """Calls of one API. Every error it answers becomes an OperationError with its message."""
+    """Calls of one API. Every error it answers becomes an OperationError with its message.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        api_key: sent along with each call; "" sends none.
+    """
+
+    def __init__(self, url: str, api_key: str = "") -> None:
         self._url = url
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx2.Timeout(30, read=_SILENCE_S)
         # trust_env: a proxy in the environment is for the world outside.
-        self._http = httpx2.Client(base_url=url, timeout=timeout, trust_env=False)
+        self._http = httpx2.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
 
     def __enter__(self) -> Self:
         return self
@@ -119,4 +125,7 @@ def _refused(status: int, body: str) -> OperationError:
         message, param = str(error["message"]), error.get("param")
     except (ValueError, KeyError, TypeError):
         return OperationError(f"The API answered {status}: {body[:200]}", "Is this Carpool's address?")
+    if status == HTTPStatus.UNAUTHORIZED:
+        # never as an option: every user of the machine can read a command line
+        return OperationError(message, "The command line takes it from the environment: set CARPOOL_API_KEY")
     return OperationError(message, f"(field {param}, HTTP {status})" if param else f"(HTTP {status})")

@@ -23,7 +23,9 @@ jobs_app = typer.Typer(help="List, show and cancel jobs.", invoke_without_comman
 
 def connect_api(url: str | None, data_dir: Path | None) -> ApiClient:
     """A client of the named API, or of the instance that runs in the data dir."""
-    return ApiClient(find_url(DataDir(load_settings({"data_dir": data_dir}).data_dir.expanduser().absolute()), url))
+    settings = load_settings({"data_dir": data_dir})
+    found = find_url(DataDir(settings.data_dir.expanduser().absolute()), url)
+    return ApiClient(found, settings.api_key.get_secret_value())
 
 
 @jobs_app.callback()

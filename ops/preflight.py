@@ -7,20 +7,27 @@ import importlib.util
 import ipaddress
 import shutil
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from redis.exceptions import RedisError
 
 from ops.errors import PreconditionError
+from tasks.api_key_terms import read_key_file
+from tasks.api_keys import KeyStore
 from tasks.codes import CarpoolError
-from tasks.redis_clients import check_server, connect
+from tasks.redis_clients import check_server, connect, redacted
 from tasks.settings import BUNDLED_MODEL, EngineName, Settings
 
 #: What an append-only file and logs need to begin with.
 DATA_BYTES = 256 * 2**20
 #: The bundled model as it is converted into the cache.
 CACHE_BYTES = 768 * 2**20
+
+#: Where the embedded server writes what it holds, once it has run.
+APPEND_ONLY_DIR = "appendonlydir"
 
 #: Modules whose presence says that the extra of an engine is installed.
 ENGINE_MODULES: dict[EngineName, tuple[str, ...]] = {
@@ -80,13 +87,43 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_host(settings: Settings) -> None:
-    """Strangers are not served without keys. Raises PreconditionError."""
-    if not is_loopback(settings.host) and not settings.allow_no_keys:
-        raise PreconditionError(
-            f"--host {settings.host} would serve everyone who reaches this machine, without API keys",
-            "Keep 127.0.0.1, or set CARPOOL_ALLOW_NO_KEYS=1 where something else keeps strangers out",
-        )
+def check_host(settings: Settings, *, embedded: bool = False) -> None:
+    """Strangers are not served without keys.
+
+    Args:
+        embedded: the keys are in the embedded server of the data dir, which does not run yet: where it has ever held
+            anything, the API looks for keys when it has started.
+
+    Raises:
+        PreconditionError: there is no API key.
+    """
+    if is_loopback(settings.host) or settings.allow_no_keys or settings.api_keys_file:
+        return
+    if embedded:
+        if (settings.data_dir / "redis" / APPEND_ONLY_DIR).exists():
+            return
+    else:
+        try:
+            with connect(settings) as client:
+                if KeyStore(client).table():
+                    return
+        except RedisError as error:
+            raise PreconditionError(
+                f"--host {settings.host} needs an API key, and Redis at {redacted(settings.redis_url)} does not tell "
+                f"whether there is one ({error})",
+                "Start it, or set CARPOOL_REDIS_URL",
+            ) from error
+    raise PreconditionError(
+        f"--host {settings.host} would serve everyone who reaches this machine, without API keys",
+        "Make one with carpool keys create while 127.0.0.1 is served, or set CARPOOL_ALLOW_NO_KEYS=1 where something "
+        "else keeps strangers out",
+    )
+
+
+def check_keys_file(settings: Settings) -> None:
+    """The file of API keys can be understood. Raises SettingsError."""
+    if settings.api_keys_file:
+        read_key_file(Path(settings.api_keys_file).expanduser(), time.time())
 
 
 def claim_port(host: str, port: int) -> int:

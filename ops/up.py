@@ -109,7 +109,8 @@ def check(settings: Settings, display: Display) -> Settings:
     display.phase("checks", "port, disk, engine, redis")
     preflight.check_engine(settings)
     preflight.check_model_path(settings)
-    preflight.check_host(settings)
+    preflight.check_host(settings, embedded="redis_url" not in settings.model_fields_set)
+    preflight.check_keys_file(settings)
     preflight.check_disk(settings)
     webhook_secrets(settings)
     port = preflight.claim_port(settings.host, settings.port)
@@ -190,8 +191,9 @@ def _pipe(stack: ExitStack) -> tuple[int, int]:
 
 
 def _child_environment(settings: Settings, lifeline: int) -> Mapping[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "CARPOOL_API_KEY"}  # nobody calls here
     return {
-        **os.environ,
+        **inherited,
         **settings.renders_as_environment,
         LIFELINE_VARIABLE: str(lifeline),
         "PYTHONUNBUFFERED": "1",  # what a killed child wrote stands in its log

@@ -28,14 +28,15 @@ class BatchCalls(Calls):
             "bytes": file.num_bytes,
             "chunks": file.num_chunks,
             "ttl": round(file.ttl_s * 1000),
+            "key": file.owner,
             "idem": file.idempotency,
             "body": file.body_hash,
         }
         return self._call("file_finish", [], (json.dumps(body, ensure_ascii=False),), _verdict_and_id)
 
-    def delete_file(self, id: str, num_chunks: int = 0) -> Call[str]:
+    def delete_file(self, id: str, num_chunks: int = 0, owner: str = "") -> Call[str]:
         """Delete a file, or the chunks of an upload that is given up. Answers deleted, gone or in_use."""
-        return self._call("file_delete", [], (id, num_chunks), str)
+        return self._call("file_delete", [], (id, num_chunks, owner), str)
 
     def create_batch(self, batch: NewBatch) -> Call[tuple[str, str]]:
         """Record a batch. Answers ok, again, conflict, no_file or purpose (of a file that is not for batches), and what
@@ -52,6 +53,7 @@ class BatchCalls(Calls):
             "metadata": batch.metadata,
             "output": batch.output,
             "errors_file": batch.errors_file,
+            "key": batch.owner,
             "idem": batch.idempotency,
             "body": batch.body_hash,
         }
@@ -92,9 +94,9 @@ class BatchCalls(Calls):
         args = [part for answer in answers for part in (answer.line, answer.kind, answer.text)]
         return self._call("batch_drain", [], (id, *args), int)
 
-    def cancel_batch(self, id: str) -> Call[str]:
+    def cancel_batch(self, id: str, owner: str = "") -> Call[str]:
         """Take no further line, and have those that ride stopped. Answers the status, or gone."""
-        return self._call("batch_cancel", [], (id,), str)
+        return self._call("batch_cancel", [], (id, owner), str)
 
 
 def _verdict_and_id(answer: list[str]) -> tuple[str, str]:
@@ -105,13 +107,14 @@ def _verdict_and_id(answer: list[str]) -> tuple[str, str]:
 def _parse_state(answer: list[str]) -> BatchState | None:
     if answer[0] == "gone":
         return None
-    status, ending, file, endpoint, prefix, line, chunk, offset, fed, *rest = answer
+    status, ending, file, endpoint, prefix, owner, line, chunk, offset, fed, *rest = answer
     return BatchState(
         status,
         ending,
         file,
         endpoint,
         prefix,
+        owner,
         Position(int(line), int(chunk), int(offset)),
         bool(fed),
         {int(number): job for number, job in zip(rest[::2], rest[1::2], strict=True)},

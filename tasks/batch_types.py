@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tasks import keys
 from tasks.ledger_types import Acceptance
 
 
@@ -15,6 +16,7 @@ class NewFile:
 
     Attributes:
         ttl_s: how long the file is kept from now on.
+        owner: whose it is: an API key's id; "all" without keys.
         idempotency, body_hash: hash of scope and key, hash of purpose and bytes; "" without a key.
     """
 
@@ -24,6 +26,7 @@ class NewFile:
     num_bytes: int
     num_chunks: int
     ttl_s: float
+    owner: str = keys.NO_KEY
     idempotency: str = ""
     body_hash: str = ""
 
@@ -37,6 +40,7 @@ class NewBatch:
         window_s: its time from now on.
         keep_s: how long it and its output are kept from its end on.
         metadata: as JSON, "" without any.
+        owner: whose it is, and its jobs and files are.
     """
 
     id: str
@@ -49,6 +53,7 @@ class NewBatch:
     metadata: str
     output: str
     errors_file: str
+    owner: str = keys.NO_KEY
     idempotency: str = ""
     body_hash: str = ""
 
@@ -68,6 +73,7 @@ class BatchState:
 
     Attributes:
         ending: what it is on its way to: "", cancelled, expired or failed.
+        owner: whose it is: an API key's id; "all" without keys.
         at: where its next line begins.
         fed: every line was taken.
         open: number of each line whose answer is not written yet, and the status of its job ("gone" without a record).
@@ -78,6 +84,7 @@ class BatchState:
     file: str
     endpoint: str
     job_prefix: str
+    owner: str
     at: Position
     fed: bool
     open: dict[int, str]

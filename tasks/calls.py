@@ -12,13 +12,17 @@ from tasks.job_request import SamplingParams
 from tasks.ledger_types import (
     Acceptance,
     Accepted,
+    Allowance,
     Claim,
     Invitation,
     JobState,
+    KeyLimits,
+    OverLimit,
     Reaped,
     Rider,
     SlotAnswer,
     SlotWrite,
+    Spent,
     Survivor,
 )
 from tasks.redis_clients import database
@@ -148,9 +152,12 @@ class Calls:
         """Hand a job back, without a charge. Answers released, fenced, or the status that a stop ended it with."""
         return self._call("release", [rider.id], (rider.id, rider.epoch, rider.nonce), str)
 
-    def cancel(self, id: str) -> Call[str]:
-        """Cancel a job or a group. Answers its status where it has ended, `requested`, or `gone`."""
-        return self._call("cancel", [id], (id,), str)
+    def cancel(self, id: str, owner: str = "") -> Call[str]:
+        """Cancel a job or a group. Answers its status where it has ended, `requested`, or `gone`.
+
+        Here and below `owner` is who asks: what is another's is not there. "" is Carpool itself, to whom all is there.
+        """
+        return self._call("cancel", [id], (id, owner), str)
 
     def fail(self, id: str, error: dict[str, Any]) -> Call[str]:
         """End a queued job that cannot be run at all. Answers ended or no."""
@@ -185,7 +192,14 @@ class Calls:
         body = {"incarnation": incarnation, "pools": list(pools), "ttl": ttl_ms, "fields": state}
         return self._call("heartbeat", [], (json.dumps(body),), bool)
 
-    def forget(self, id: str, owner: str = "all") -> Call[str]:
+    def spend(self, owner: str, limits: KeyLimits) -> Call[tuple[Spent | None, OverLimit | None]]:
+        """Count a request that makes no job. Answers what is left, and why it was refused where it was."""
+        body = {"key": owner, "limits": _limits_body(limits)}
+        return self._call(
+            "spend", [], (json.dumps(body),), lambda answer: (_parse_spent(answer[0]), _parse_over(answer[1]))
+        )
+
+    def forget(self, id: str, owner: str = keys.NO_KEY) -> Call[str]:
         """Delete an ended job or group. Answers forgotten, gone, riding (not ended), child (part of a group) or open (a
         line of a batch whose answer is not written yet).
         """
@@ -203,9 +217,11 @@ class Calls:
         """Somebody no longer waits. Answers how many others do."""
         return self._call("detach", [], (id, member), int)
 
-    def view(self, ids: Sequence[str]) -> Call[list[dict[str, Any] | None]]:
+    def view(self, ids: Sequence[str], owner: str = "") -> Call[list[dict[str, Any] | None]]:
         """The object of `GET /jobs/{id}` for each id, None where there is none."""
-        return self._call("view", [], tuple(ids), lambda answer: [json.loads(one) if one else None for one in answer])
+        return self._call(
+            "view", [], (owner, *ids), lambda answer: [json.loads(one) if one else None for one in answer]
+        )
 
     def list(self, owner: str, cursor: str, size: int) -> Call[tuple[list[dict[str, Any]], str]]:
         """A page of an owner's jobs, newest first, and the cursor of the next page ("" at the end)."""
@@ -217,7 +233,11 @@ class Calls:
 
 def acceptance_body(request: Acceptance) -> dict[str, Any]:
     """A request as the scripts that accept read it; the inputs of its jobs go beside it."""
+    limits = {} if request.limits is None else {"limits": _limits_body(request.limits)}
+    counted = {"counted": list(request.counted_tokens)} if request.counted_tokens else {}
     return {
+        **limits,
+        **counted,
         "id": request.id,
         "pool": request.pool,
         "model": request.pool,
@@ -240,9 +260,30 @@ def acceptance_body(request: Acceptance) -> dict[str, Any]:
     }
 
 
+def _limits_body(limits: KeyLimits) -> dict[str, int]:
+    return {"rpm": limits.requests_per_minute, "tpm": limits.tokens_per_minute, "jobs": limits.jobs_at_once}
+
+
 def _parse_accepted(answer: list[str], pool: str) -> Accepted:
-    verdict, id, *invited = answer
-    return Accepted(verdict, id, tuple(Invitation(one, pool) for one in invited))
+    verdict, id, *rest = answer
+    spent, *more = rest or [""]
+    if verdict == "limited":
+        return Accepted(verdict, id, spent=_parse_spent(spent), over=_parse_over(more[0]))
+    return Accepted(verdict, id, tuple(Invitation(one, pool) for one in more), _parse_spent(spent))
+
+
+def _parse_spent(text: str) -> Spent | None:
+    if not text:
+        return None
+    found = json.loads(text)
+    return Spent(*(None if found[what] is None else Allowance(*found[what]) for what in ("requests", "tokens")))
+
+
+def _parse_over(text: str) -> OverLimit | None:
+    if not text:
+        return None
+    found = json.loads(text)
+    return OverLimit(found["what"], found["limit"], found["used"], found["asked"], found["wait"])
 
 
 def _parse_claim(answer: list[str]) -> Claim:

@@ -31,9 +31,10 @@ CODES: Final[dict[str, Code]] = {
         Code("eta_unsupported", 400, _INVALID),
         Code("bad_cursor", 400, _INVALID),
         Code("group_too_large", 400, _INVALID),
-        Code("unauthorized", 401, "authentication_error"),
+        Code("invalid_api_key", 401, _INVALID),
         Code("host_not_allowed", 403, "permission_error"),
         Code("origin_not_allowed", 403, "permission_error"),
+        Code("priority_not_allowed", 403, "permission_error"),
         Code("not_found", 404, _INVALID),
         Code("job_not_found", 404, _INVALID),
         Code("model_not_found", 404, _INVALID),
@@ -50,6 +51,8 @@ CODES: Final[dict[str, Code]] = {
         Code("head_too_large", 431, _INVALID),
         Code("request_timeout", 408, _INVALID),
         Code("unsupported_media_type", 415, _INVALID),
+        Code("rate_limit_exceeded", 429, "rate_limit_error"),
+        Code("too_many_jobs", 429, "rate_limit_error"),
         Code("internal_error", 500, _SERVER),
         Code("worker_died", 500, _SERVER),
         Code("claims_exhausted", 500, _SERVER),
@@ -74,6 +77,7 @@ class CarpoolError(Exception):
         param: the field of the request that is at fault.
         job_id: the job that the error speaks of, if one was made.
         retry_after_s: whole seconds after which it makes sense to try again.
+        is_final: the same request will never do better.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class CarpoolError(Exception):
         param: str | None = None,
         job_id: str | None = None,
         retry_after_s: int | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
         self.code = CODES[code]
@@ -91,6 +96,7 @@ class CarpoolError(Exception):
         self.param = param
         self.job_id = job_id
         self.retry_after_s = retry_after_s
+        self.is_final = is_final
 
     def body(self) -> dict[str, Any]:
         """The error as it stands in JSON answers, in job records and in streams."""

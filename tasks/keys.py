@@ -11,12 +11,14 @@
 | `{carpool}:tomb:<id>` | a task sent with plain Celery has ended | terminal | 7 days |
 | `{carpool}:wait:<pool>`, `{carpool}:inv:<pool>` zsets | queued jobs in order; invited when | scripts | as the longest job |
 | `{carpool}:due` zset | when to look at a job next | scripts | as the longest job |
-| `{carpool}:jobs:<key>` zset | an API key's jobs by time | accept | as the longest job |
+| `{carpool}:jobs:<key>` zset | an API key's jobs by time; `all` without keys | accept | as the longest job |
+| `{carpool}:live:<key>` zset | an API key's jobs that have not ended | accept, terminal | as the longest job |
+| `{carpool}:minute:<key>` hash | an API key's requests and tokens, second by second | accept, spend, terminal | a minute |
 | `{carpool}:f:<id>` hash, `{carpool}:f:<id>:<n>` strings | a file, its chunks | files' and batches' scripts | as the file says; at least as a batch that reads it |
-| `{carpool}:files`, `{carpool}:files:until` zsets, `{carpool}:files:bytes` hash | files by time; until when; what each takes, and all | files' and batches' scripts | as the longest file |
+| `{carpool}:files`, `{carpool}:files:of:<key>`, `{carpool}:files:until` zsets, `{carpool}:files:bytes` hash | files by time, those of an API key; until when; what each takes, and all | files' and batches' scripts | as the longest file |
 | `{carpool}:b:<id>` hash, `{carpool}:b:<id>:open` zset | a batch with its cursor; lines whose answers are not written | batches' scripts | deadline + retention, from its end on: as its output |
 | `{carpool}:b:<id>:lock` string | who serves a batch | API | seconds, renewed |
-| `{carpool}:batches`, `{carpool}:batches:live` zsets | batches by time; those that have not ended | batches' scripts | as the longest batch |
+| `{carpool}:batches`, `{carpool}:batches:of:<key>`, `{carpool}:batches:live` zsets | batches by time, those of an API key; those that have not ended | batches' scripts | as the longest batch |
 | `{carpool}:w:<incarnation>` hash, `{carpool}:ws:<pool>` zset | a worker's heartbeat; the workers of a pool | heartbeat | five heartbeats |
 | `{carpool}:card:<hash>` string | a tokenizer and a chat template, for the API to count with | worker | an hour after the last heartbeat |
 | `{carpool}:tick`, `{carpool}:grace`, `{carpool}:reaper` | last look of the reaper; end of grace; its lock | reaper | minutes |
@@ -25,6 +27,7 @@
 | `{carpool}:hook` zset | jobs whose webhook is not delivered: when to look at it next | accept, terminal, webhooks' scripts | as the longest job |
 | `{carpool}:hook:workers` zset | workers that deliver webhooks, until when they count as alive | webhooks' scripts | seconds, renewed |
 | `{carpool}:probe` string | whether Redis takes writes | API | seconds |
+| `{carpool}:apikeys` hash, `{carpool}:apikeys:rev` string | API keys by the SHA-256 of their secrets; what changes with each change | `carpool keys`, API | for ever, constant in number |
 | `{carpool}:models` hash, `{carpool}:schema` string | pools that have ever been served; the version that new records get | worker; start, keeper | for ever, constant in number |
 | `carpool.<pool>`, `carpool.webhooks`, `carpool` lists, `_kombu.binding.*`, `{carpool}:unacked*` | the broker's own | kombu | kombu's |
 
@@ -42,6 +45,10 @@ MODELS = f"{PREFIX}models"
 SCHEMA = f"{PREFIX}schema"
 VERSIONS = f"{PREFIX}versions"
 PROBE = f"{PREFIX}probe"
+API_KEYS = f"{PREFIX}apikeys"
+API_KEYS_REVISION = f"{PREFIX}apikeys:rev"
+#: Whose everything is that was made without an API key.
+NO_KEY = "all"
 
 FILES = f"{PREFIX}files"
 FILES_UNTIL = f"{PREFIX}files:until"
@@ -87,6 +94,31 @@ def idempotency(scope_hash: str) -> str:
 
 def attached(id: str) -> str:
     return f"{PREFIX}att:{id}"
+
+
+def jobs(owner: str) -> str:
+    """An API key's jobs by time."""
+    return f"{PREFIX}jobs:{owner}"
+
+
+def live(owner: str) -> str:
+    """An API key's jobs that have not ended."""
+    return f"{PREFIX}live:{owner}"
+
+
+def minute(owner: str) -> str:
+    """What an API key has asked for within the minute."""
+    return f"{PREFIX}minute:{owner}"
+
+
+def files(owner: str) -> str:
+    """An API key's files by time."""
+    return FILES if owner == NO_KEY else f"{FILES}:of:{owner}"
+
+
+def batches(owner: str) -> str:
+    """An API key's batches by time."""
+    return BATCHES if owner == NO_KEY else f"{BATCHES}:of:{owner}"
 
 
 def file(id: str) -> str:

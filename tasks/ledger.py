@@ -26,10 +26,11 @@ _FILES = ("files",)
 _BATCHES = ("files", "batches")
 _WEBHOOKS = ("webhooks",)
 PARTS = {
-    "accept": ("acceptance", *_WEBHOOKS),
+    "accept": ("acceptance", "key_limits", *_WEBHOOKS),
     "webhook_pump": _WEBHOOKS,
     "webhook_claim": _WEBHOOKS,
     "webhook_settle": _WEBHOOKS,
+    "spend": ("key_limits",),
     "file_append": _FILES,
     "file_finish": _FILES,
     "file_delete": _FILES,

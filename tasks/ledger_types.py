@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasks import entries
+from tasks import entries, keys
 from tasks.priority import NORMAL
 
 
@@ -19,6 +19,48 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What an API key may ask for; 0: as much as it likes."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    jobs_at_once: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What is left of one limit of an API key: of so many, within how long all of it is there again."""
+
+    limit: int
+    remaining: int
+    reset_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a request has left of its key's minute; None where there is no limit."""
+
+    requests: Allowance | None = None
+    tokens: Allowance | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OverLimit:
+    """Why a key may not.
+
+    Attributes:
+        what: requests or tokens (of the last minute), or jobs (at once).
+        wait_ms: until it may; negative where so much can never be.
+    """
+
+    what: str
+    limit: int
+    used: int
+    asked: int
+    wait_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Acceptance:
     """A request to accept one job, or a group of them (`is_group`; the children are `<id>.<i>`).
 
@@ -26,7 +68,9 @@ class Acceptance:
         params: the sampling parameters as JSON, without the seed.
         tokens_are_default: max_tokens was not asked for, so the worker may clamp it to the context.
         deadline_s: from now.
-        owner: whose list the job stands in (an API key's id; "all" without keys).
+        owner: whose the job is, and in whose list it stands (an API key's id; "all" without keys).
+        limits: of the owner's key; None: nothing is counted.
+        counted_tokens: what each job counts as, until its end tells what it has used; only where tokens are limited.
         user: the caller's own name for whoever asks; recorded without effect.
         request: what the endpoint needs to answer again in its own shape, as JSON; recorded without effect.
         priority: from 0, which comes first, to 9.
@@ -44,7 +88,9 @@ class Acceptance:
     seed: int = 0
     tokens_are_default: bool = False
     metadata: str = ""
-    owner: str = "all"
+    owner: str = keys.NO_KEY
+    limits: KeyLimits | None = None
+    counted_tokens: Sequence[int] = ()
     user: str = ""
     request: str = ""
     idempotency: str = ""
@@ -71,12 +117,15 @@ class Invitation:
 class Accepted:
     """ok: new. again: this id or idempotency key is known, `id` is its job. conflict: known with another body.
 
-    tomb: a task of that id was sent with plain Celery, has ended, and its record is gone. `invitations` were sent.
+    tomb: a task of that id was sent with plain Celery, has ended, and its record is gone. limited: its key may not, as
+    `over` says, and nothing was recorded. `invitations` were sent; `spent` is what is left of the key's minute.
     """
 
     verdict: str
     id: str
     invitations: tuple[Invitation, ...] = ()
+    spent: Spent | None = None
+    over: OverLimit | None = None
 
 
 @dataclass(frozen=True, slots=True)

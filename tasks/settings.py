@@ -54,7 +54,11 @@ class Settings(BaseSettings):
     root_path: str = Field("", description="Path prefix under which a proxy serves the API.")
     trusted_proxies: str = Field("127.0.0.1", description="Proxies whose X-Forwarded headers count, comma separated.")
     cors_origins: str = Field("", description="Origins that browsers may call from, comma separated; empty: none.")
-    allow_no_keys: bool = Field(False, description="Serve a non-loopback host without API keys.")
+    allow_no_keys: bool = Field(False, description="Serve a non-loopback host while there are no API keys.")
+    api_keys_file: str = Field("", description="File with API keys that the API brings in when it starts.")
+    api_key: SecretStr = Field(
+        SecretStr(""), description="The key that `carpool generate` and `carpool jobs` send to the API."
+    )
     allowed_hosts: str = Field("", description="Further Host header names to serve without API keys, comma separated.")
     sync_wait_s: float = Field(600, gt=0, description="Longest wait of a synchronous request; then 504.")
     max_body_bytes: int = Field(4 * 2**20, gt=0, description="Largest request body.")
@@ -228,14 +232,18 @@ class Settings(BaseSettings):
         return {
             f"{PREFIX}{name.upper()}": _as_text(getattr(self, name))
             for name in sorted(self.model_fields_set)
-            if getattr(self, name) is not None
+            if getattr(self, name) is not None and name not in _OF_THE_CALLER
         }
 
 
 #: Variables that are no settings: how the supervisor tells its children who they are.
 INTERNAL_VARIABLES = frozenset({"CARPOOL_LIFELINE_FD", "CARPOOL_PROCESS_NAME"})
-#: Parts of names whose values stand in no message.
+#: Settings of who calls an API, and of no process that serves one.
+_OF_THE_CALLER = frozenset({"api_key"})
+#: Parts of names of settings whose values stand in no message.
 _HIDDEN = ("SECRET", "PASSWORD")
+#: Parts of names that are no settings, and may be misspelt ones of secrets.
+_SECRETIVE = (*_HIDDEN, "KEY", "TOKEN")
 
 
 def _parse_engine_args(text: str) -> dict[str, Any]:
@@ -269,9 +277,9 @@ def load_settings(overrides: Mapping[str, Any] | None = None) -> Settings:
         if key.startswith(PREFIX) and key not in known and key not in INTERNAL_VARIABLES:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"Did you mean {near[0]}?" if near else "docs/settings.md lists the settings."
-            # a misspelt name may hold what is to be shown nowhere
-            value = "…" if any(word in key for word in _HIDDEN) else repr(os.environ[key])
-            raise SettingsError(f"{key}={value} is no setting of Carpool. {hint}")
+            # a misspelt name may be that of a secret
+            shown = key if any(word in key for word in _SECRETIVE) else f"{key}={os.environ[key]!r}"
+            raise SettingsError(f"{shown} is no setting of Carpool. {hint}")
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     try:
         return Settings(**given)
@@ -284,5 +292,5 @@ def _explain(item: dict[str, Any]) -> str:
     if not item["loc"]:
         return message
     key = f"{PREFIX}{str(item['loc'][0]).upper()}"
-    value = "…" if any(word in key for word in _HIDDEN) else repr(item["input"])
+    value = "…" if any(word in key for word in _HIDDEN) or key.endswith("_API_KEY") else repr(item["input"])
     return f"{key}={value}: {message[0].lower()}{message[1:]}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import redis
 
@@ -40,6 +40,8 @@ JOBS = tuple(SCRIPTS)
 #: These have a webhook.
 TOLD = ("a", "c", "poison")
 URL = "https://example.com/hook"
+#: The API key that all of them are made with.
+OWNER = "key_machine"
 DEADLINE_S = 7200
 ENDED = ("succeeded", "failed", "cancelled", "expired")
 CELERY_STATES = {"succeeded": "SUCCESS", "failed": "FAILURE", "cancelled": "REVOKED", "expired": "FAILURE"}
@@ -94,7 +96,7 @@ class World:
 
     def accept(self, id: str, twice: bool = False) -> None:
         for _ in range(1 + twice):
-            self.ledger.accept(id, deadline_s=DEADLINE_S, webhook=URL if id in TOLD else "")
+            self.ledger.accept(id, deadline_s=DEADLINE_S, webhook=URL if id in TOLD else "", owner=OWNER)
             self.seen[id].accepted = True
             self.check()
         self.pump()
@@ -274,13 +276,16 @@ class World:
                 for key in (keys.record(id), keys.log(id), keys.text(id), f"celery-task-meta-{id}"):
                     pipeline.pexpiretime(key)
             shared = (keys.DUE, keys.wait(POOL), keys.invited(POOL), keys.HOOKS, keys.HOOK_WORKERS)
-            for key in (*shared, "{carpool}:jobs:all", keys.TICK, keys.GRACE):
+            for key in (*shared, keys.jobs(OWNER), keys.live(OWNER), keys.TICK, keys.GRACE):
                 pipeline.pexpiretime(key)
-            found: list[Any] = pipeline.execute()
+            pipeline.zrange(keys.live(OWNER), 0, -1)
+            *found, live = pipeline.execute()
         size = 12
         for i, id in enumerate(JOBS):
             self._check_job(id, *found[i * size : (i + 1) * size])
         assert all(expires != -1 for expires in found[len(JOBS) * size :]), "a shared key without an expiry"
+        going = {id for id, seen in self.seen.items() if seen.record and seen.record["status"] not in ENDED}
+        assert set(live) == going, "a key has at once what has not ended"
         for worker in self.workers:
             assert len(worker.slots) <= SLOTS
 

@@ -8,9 +8,23 @@ from __future__ import annotations
 
 from tests.mutations_of_batches import BATCHES, FILES, PRIORITIES
 from tests.mutations_of_ends import DEATHS, ENDS
+from tests.mutations_of_keys import KEYS
 from tests.mutations_of_reaper import REAPER
 from tests.mutations_of_rides import ACCEPT, CLAIM, STEP
 from tests.mutations_of_versions import VERSIONS
 from tests.mutations_of_webhooks import WEBHOOKS
 
-MUTATIONS = (*ACCEPT, *CLAIM, *STEP, *ENDS, *DEATHS, *REAPER, *VERSIONS, *PRIORITIES, *FILES, *BATCHES, *WEBHOOKS)
+MUTATIONS = (
+    *ACCEPT,
+    *CLAIM,
+    *STEP,
+    *ENDS,
+    *DEATHS,
+    *REAPER,
+    *VERSIONS,
+    *PRIORITIES,
+    *FILES,
+    *BATCHES,
+    *WEBHOOKS,
+    *KEYS,
+)

@@ -220,9 +220,10 @@ class Service:
         assert self.view(id)["text"] == "".join("".join(entry.text) for entry in entries)
 
     def keys_without_ttl(self) -> set[str]:
-        """Keys that would stay for ever, but for the broker's own and the two that are constant in number."""
+        """Keys that would stay for ever, but for the broker's own and those that are constant in number."""
         names = {str(name) for name in self.client.keys("*")}
         kept = {keys.MODELS, keys.SCHEMA, keys.UNACKED, keys.UNACKED_INDEX, keys.UNACKED_MUTEX}
+        kept |= {keys.API_KEYS, keys.API_KEYS_REVISION}
         return {
             name
             for name in names - kept

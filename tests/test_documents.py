@@ -53,12 +53,19 @@ def test_every_key_of_the_ledger_is_in_the_table_of_keys() -> None:
         keys.batch("<id>"),
         keys.batch_open("<id>"),
         keys.batch_lock("<id>"),
+        keys.jobs("<key>"),
+        keys.live("<key>"),
+        keys.minute("<key>"),
+        keys.files("<key>"),
+        keys.batches("<key>"),
     ):
         assert f"`{example}`" in table
     shared = (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA, keys.VERSIONS)
     assert f"`{keys.WEBHOOK_QUEUE}`" in table
+    of_keys = (keys.API_KEYS, keys.API_KEYS_REVISION)
     for constant in (
         *shared,
+        *of_keys,
         keys.HOOKS,
         keys.HOOK_WORKERS,
         keys.FILES,

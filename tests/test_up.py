@@ -298,8 +298,11 @@ def test_flower_asks_for_the_password_that_is_shown(tmp_path: Path) -> None:
         instance.ready()
         row = next(line.split() for line in instance.output.splitlines() if line.startswith("  Flower"))
         url, password = row[1], row[-1].rstrip(")")
-        assert httpx2.get(url, timeout=20).status_code == 401
-        assert httpx2.get(url, auth=("carpool", password), timeout=20, follow_redirects=True).status_code == 200
+        for path in ("", "/workers", "/tasks", "/broker", "/metrics", "/api/workers", "/api/tasks", "/task/x"):
+            assert httpx2.get(f"{url}{path}", timeout=20).status_code == 401, path
+        for path in ("", "/metrics"):
+            answer = httpx2.get(f"{url}{path}", auth=("carpool", password), timeout=20, follow_redirects=True)
+            assert answer.status_code == 200
         assert "flower" in [process["role"] for process in instance.status()]
         pids = instance.all_pids()
         instance.interrupt(signal.SIGTERM)

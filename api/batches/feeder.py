@@ -40,7 +40,7 @@ class Feeder:
         num_jobs = num_bytes = 0
         at, done = state.at, False
         try:
-            file = await self._store.get(state.file)
+            file = await self._store.get(state.file, "")
             async for line in read_lines(self._store, file, at, self._max_line):
                 if not line.is_blank:
                     if num_jobs >= room and not state.ending:
@@ -67,10 +67,11 @@ class Feeder:
             envelope = parse_line(line, state.endpoint, self._max_line)
             if state.ending:
                 return FeedItem(line.number, answer=undone(batch, line.number, envelope.custom_id, state.ending))
+            caller = await self._service.keyring.of_owner(state.owner)
             wanted = await draft_line(
-                self._service, ENDPOINTS[state.endpoint], batch, envelope.custom_id, envelope.body
+                self._service, ENDPOINTS[state.endpoint], batch, envelope.custom_id, envelope.body, caller
             )
-            alias, model = await self._service.models.choose(wanted.draft.options.model)
+            alias, model = await self._service.models.choose(wanted.draft.options.model, caller)
             with naming(wanted.prompt_field, wanted.tokens_field):
                 acceptance = await self._service.intake.prepare(wanted.draft, alias, model, job)
         except LineError as error:

@@ -48,9 +48,9 @@ class FileStore:
         """A new file, to be written."""
         return FileWriter(self._ledger, self._calls, self._settings)
 
-    async def get(self, id: str) -> StoredFile:
-        """Raises CarpoolError "file_not_found"."""
-        record = await read_record(self._client, keys.file(id))
+    async def get(self, id: str, owner: str) -> StoredFile:
+        """A file of this owner's; "" sees all. Raises CarpoolError "file_not_found"."""
+        record = await read_record(self._client, keys.file(id), owner)
         if not record:
             raise file_not_found(id)
         return _parse(record)
@@ -77,9 +77,9 @@ class FileStore:
         return cast(bytes, data)
 
     async def list_files(
-        self, *, after: str, limit: int, newest_first: bool, purpose: str
+        self, owner: str, *, after: str, limit: int, newest_first: bool, purpose: str
     ) -> tuple[list[StoredFile], bool]:
-        """Files by time behind file `after` ("": from the beginning), and whether there are more.
+        """An owner's files by time behind file `after` ("": from the beginning), and whether there are more.
 
         Args:
             purpose: files of this one alone; "" for all.
@@ -90,7 +90,7 @@ class FileStore:
         try:
             records, has_more = await list_records(
                 self._client,
-                keys.FILES,
+                keys.files(owner),
                 keys.file,
                 after=after,
                 limit=limit,
@@ -101,9 +101,9 @@ class FileStore:
             raise file_not_found(after) from None
         return [_parse(record) for record in records], has_more
 
-    async def delete(self, id: str) -> None:
+    async def delete(self, id: str, owner: str) -> None:
         """Raises CarpoolError "file_not_found", "file_in_use"."""
-        verdict = await self._ledger.run(self._calls.delete_file(id))
+        verdict = await self._ledger.run(self._calls.delete_file(id, owner=owner))
         if verdict == "gone":
             raise file_not_found(id)
         if verdict == "in_use":

@@ -7,13 +7,16 @@ from typing import Final, cast
 
 import redis.asyncio
 
+from tasks import keys
+
 Record = dict[str, str]
 _PAGE: Final = 1000
 
 
-async def read_record(client: redis.asyncio.Redis, key: str) -> Record:
-    """A hash; empty where there is none."""
-    return cast(Record, await client.hgetall(key))
+async def read_record(client: redis.asyncio.Redis, key: str, owner: str) -> Record:
+    """A hash; empty where there is none, or another's. "" sees all."""
+    record = cast(Record, await client.hgetall(key))
+    return record if not owner or (record.get("key") or keys.NO_KEY) == owner else {}
 
 
 async def list_records(

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from api.caller import Caller
 from api.errors import of_validation
 from api.events import as_json
 from api.intake import Draft
@@ -45,14 +46,14 @@ class Endpoint:
 
     body: type[OpenAIRequest]
     job_prefix: str
-    draft: Callable[[Service, Any], Awaitable[tuple[LineDraft, dict[str, Any]]]]
+    draft: Callable[[Service, Any, Caller], Awaitable[tuple[LineDraft, dict[str, Any]]]]
     answer: Callable[[Service, Mapping[str, Any], Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 
 async def draft_line(
-    service: Service, endpoint: Endpoint, batch: str, custom_id: str, body: dict[str, Any]
+    service: Service, endpoint: Endpoint, batch: str, custom_id: str, body: dict[str, Any], caller: Caller
 ) -> LineDraft:
-    """The job or group that a line asks for.
+    """The job or group that a line asks for, on behalf of whom the batch belongs to.
 
     Raises:
         CarpoolError: it is not possible; the same as for a request that is no part of a batch.
@@ -66,7 +67,7 @@ async def draft_line(
     try:
         request = endpoint.body.model_validate(body)
         _check_is_for_batches(request)
-        line, kept = await endpoint.draft(service, request)
+        line, kept = await endpoint.draft(service, request, caller)
     except ValidationError as error:
         raw = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
         raise of_validation(raw, sorted(endpoint.body.model_fields), body) from None
@@ -84,8 +85,8 @@ def _check_is_for_batches(request: OpenAIRequest) -> None:
             )
 
 
-async def _chat_draft(service: Service, body: ChatRequest) -> tuple[LineDraft, dict[str, Any]]:
-    draft = chat.chat_draft(service, body)
+async def _chat_draft(service: Service, body: ChatRequest, caller: Caller) -> tuple[LineDraft, dict[str, Any]]:
+    draft = chat.chat_draft(service, body, caller)
     kept = {"offers_tools": draft.options.offers_tools, "logprobs": draft.options.logprobs is not None}
     return LineDraft(draft, "messages", body.tokens_field), kept
 
@@ -95,9 +96,11 @@ async def _chat_answer(service: Service, view: Mapping[str, Any], kept: Mapping[
     return chat.chat_body(head, ended, kept["offers_tools"], kept["logprobs"])
 
 
-async def _completion_draft(service: Service, body: CompletionRequest) -> tuple[LineDraft, dict[str, Any]]:
+async def _completion_draft(
+    service: Service, body: CompletionRequest, caller: Caller
+) -> tuple[LineDraft, dict[str, Any]]:
     kept = {"copies": body.n, "echo": body.prompts if body.echo else [], "logprobs": body.logprobs is not None}
-    return LineDraft(completions.completion_draft(body), "prompt", "max_tokens"), kept
+    return LineDraft(completions.completion_draft(body, caller), "prompt", "max_tokens"), kept
 
 
 async def _completion_answer(service: Service, view: Mapping[str, Any], kept: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -106,12 +109,12 @@ async def _completion_answer(service: Service, view: Mapping[str, Any], kept: Ma
     return completions.completion_body(head, ended, kept["copies"], echo, kept["logprobs"])
 
 
-async def _response_draft(service: Service, body: ResponseRequest) -> tuple[LineDraft, dict[str, Any]]:
-    return LineDraft(await responses.response_draft(service, body), "input", "max_output_tokens"), {}
+async def _response_draft(service: Service, body: ResponseRequest, caller: Caller) -> tuple[LineDraft, dict[str, Any]]:
+    return LineDraft(await responses.response_draft(service, body, caller), "input", "max_output_tokens"), {}
 
 
 async def _response_answer(service: Service, view: Mapping[str, Any], kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    return (await response_object.load(service, view["id"])).object()
+    return (await response_object.load(service, view["id"], "")).object()
 
 
 ENDPOINTS: Final[Mapping[str, Endpoint]] = {

@@ -158,7 +158,7 @@ class BatchRunner:
         validation = Validation(state.endpoint, max_line)
         chunk = 0
         try:
-            async for line in read_lines(self.store, await self.store.get(state.file), Position(), max_line):
+            async for line in read_lines(self.store, await self.store.get(state.file, ""), Position(), max_line):
                 validation.add(line)
                 if validation.is_hopeless:
                     break

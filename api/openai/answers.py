@@ -13,11 +13,13 @@ ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": ErrorAnswer, "description": text}
     for status, text in (
         (400, "A field has a value that is not possible, is not supported, or is longer than the model's context."),
-        (403, "A page of another site may not upload files."),
-        (404, "There is no such model, response, file or batch."),
+        (401, "An API key is needed, or this one is good no more."),
+        (403, "A page of another site may not upload files, or the API key may not ask for this priority."),
+        (404, "There is no such model, response, file or batch, or not for this API key."),
         (409, "The job or batch has not ended, or was cancelled, or the Idempotency-Key was used with another body."),
         (413, "The body or file is larger than it may be, or there is no room left for files."),
         (415, "The body is not JSON; that of an upload is no form."),
+        (429, "The API key has used up its minute, or has as many jobs as it may."),
         (500, "The job failed."),
         (503, "Redis or a worker is away, or full."),
         (504, "The job goes on and the wait was too long, or its deadline passed."),

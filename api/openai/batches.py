@@ -12,6 +12,7 @@ from api.batches import ids
 from api.batches.listing import Record, list_records, read_record
 from api.batches.requests import ENDPOINTS
 from api.batches.runner import batches_of
+from api.caller import caller_of
 from api.events import as_json
 from api.generation import idempotency_of
 from api.openai.answers import ERRORS, BatchList, BatchObject
@@ -32,7 +33,8 @@ router = APIRouter(prefix=PATH, tags=["openai"], responses=ERRORS)
 @router.post("", response_model=BatchObject)
 async def create_batch(body: CreateBatch, request: Request) -> Response:
     """Have the requests of a file answered within a day, at low priority, into files that can be read meanwhile."""
-    service, runner = service_of(request), batches_of(request)
+    service, runner, caller = service_of(request), batches_of(request), caller_of(request)
+    await service.count(caller)
     id = ids.new_batch_id()
     idempotency = await idempotency_of(request)
     expiry = body.output_expires_after
@@ -49,6 +51,7 @@ async def create_batch(body: CreateBatch, request: Request) -> Response:
                 metadata=as_json(body.metadata) if body.metadata else "",
                 output=ids.output_file(id),
                 errors_file=ids.errors_file(id),
+                owner=caller.owner,
                 idempotency=idempotency.scope_hash if idempotency else "",
                 body_hash=idempotency.body_hash if idempotency else "",
             )
@@ -56,7 +59,7 @@ async def create_batch(body: CreateBatch, request: Request) -> Response:
     )
     _check_created(verdict, found)
     runner.wake()
-    return JSONResponse(await _read(service, found))
+    return JSONResponse(await _read(service, found, caller.owner))
 
 
 @router.get("", response_model=BatchList)
@@ -68,7 +71,7 @@ async def list_batches(
     """List batches, the newest first."""
     try:
         records, has_more = await list_records(
-            service_of(request).client, keys.BATCHES, keys.batch, after=after, limit=limit
+            service_of(request).client, keys.batches(caller_of(request).owner), keys.batch, after=after, limit=limit
         )
     except LookupError:
         raise _not_found(after) from None
@@ -78,17 +81,17 @@ async def list_batches(
 @router.get("/{id}", response_model=BatchObject)
 async def get_batch(id: str, request: Request) -> Response:
     """Ask for a batch: its counts rise, and its files grow, while it runs."""
-    return JSONResponse(await _read(service_of(request), id))
+    return JSONResponse(await _read(service_of(request), id, caller_of(request).owner))
 
 
 @router.post("/{id}/cancel", response_model=BatchObject)
 async def cancel_batch(id: str, request: Request) -> Response:
     """Cancel a batch. What was answered stays in its files; one that has ended is answered as it is."""
-    service, runner = service_of(request), batches_of(request)
-    verdict = await service.ledger.run(runner.calls.cancel_batch(id))
+    service, runner, owner = service_of(request), batches_of(request), caller_of(request).owner
+    verdict = await service.ledger.run(runner.calls.cancel_batch(id, owner))
     if verdict == "gone":
         raise _not_found(id)
-    return JSONResponse(await _read(service, id))
+    return JSONResponse(await _read(service, id, owner))
 
 
 def _check_created(verdict: str, found: str) -> None:
@@ -118,8 +121,8 @@ def _not_found(id: str) -> CarpoolError:
     )
 
 
-async def _read(service: Service, id: str) -> dict[str, Any]:
-    record = await read_record(service.client, keys.batch(id))
+async def _read(service: Service, id: str, owner: str) -> dict[str, Any]:
+    record = await read_record(service.client, keys.batch(id), owner)
     if not record:
         raise _not_found(id)
     return _object(record)

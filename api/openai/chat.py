@@ -8,6 +8,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.caller import Caller, caller_of
 from api.generation import idempotency_of
 from api.intake import Draft, Idempotency
 from api.logprobs import chat_logprobs
@@ -31,11 +32,11 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
     With `stream` the answer is a stream of chunks, `data: [DONE]` at its end.
     """
-    service = service_of(request)
-    draft = chat_draft(service, body, await idempotency_of(request))
+    service, caller = service_of(request), caller_of(request)
+    draft = chat_draft(service, body, caller, await idempotency_of(request))
     options = draft.options
     check_number(service, draft, "n", stream=body.stream)
-    target = await service.models.choose(body.model)
+    target = await service.models.choose(body.model, caller)
     with naming("messages", body.tokens_field):
         if not body.stream:
             return await answer_with(
@@ -61,7 +62,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         )
 
 
-def chat_draft(service: Service, body: ChatRequest, idempotency: Idempotency | None = None) -> Draft:
+def chat_draft(service: Service, body: ChatRequest, caller: Caller, idempotency: Idempotency | None = None) -> Draft:
     """The job or group that a request asks for."""
     return Draft(
         body.chat_options(),
@@ -72,6 +73,7 @@ def chat_draft(service: Service, body: ChatRequest, idempotency: Idempotency | N
         idempotency=idempotency,
         id_prefix=PREFIX,
         request=recorded(PATH, body.store),
+        caller=caller,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.caller import Caller, caller_of
 from api.generation import idempotency_of
 from api.intake import Draft, Idempotency
 from api.logprobs import LegacyLogprobs
@@ -30,10 +31,10 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
     With `stream` the answer is a stream of chunks, `data: [DONE]` at its end.
     """
-    service = service_of(request)
-    draft = completion_draft(body, await idempotency_of(request))
+    service, caller = service_of(request), caller_of(request)
+    draft = completion_draft(body, caller, await idempotency_of(request))
     check_number(service, draft, "prompt", stream=body.stream)
-    target = await service.models.choose(body.model)
+    target = await service.models.choose(body.model, caller)
     echo = [prompt for prompt in body.prompts for _ in range(body.n)] if body.echo else []
     with naming("prompt"):
         if not body.stream:
@@ -60,7 +61,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         )
 
 
-def completion_draft(body: CompletionRequest, idempotency: Idempotency | None = None) -> Draft:
+def completion_draft(body: CompletionRequest, caller: Caller, idempotency: Idempotency | None = None) -> Draft:
     """The job or group that a request asks for."""
     prompts = body.prompts
     return Draft(
@@ -72,6 +73,7 @@ def completion_draft(body: CompletionRequest, idempotency: Idempotency | None = 
         idempotency=idempotency,
         id_prefix=PREFIX,
         request=recorded(PATH, body.store),
+        caller=caller,
     )
 
 

@@ -32,6 +32,8 @@ def retry_header(error: CarpoolError, request: Request) -> dict[str, str]:
     An error that speaks of a job must not make another one: a job that kills its workers would be run three times.
     With an Idempotency-Key the same job is waited for again where it goes on.
     """
+    if error.is_final:
+        return {"x-should-retry": "false"}
     if error.job_id is None:
         return {}
     again = "idempotency-key" in request.headers and error.code.name in _GOES_ON

@@ -11,12 +11,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from api.batches.file_store import StoredFile
 from api.batches.runner import batches_of
+from api.caller import caller_of
 from api.errors import root_path
 from api.intake import Idempotency
 from api.openai.answers import ERRORS, DeletedFile, FileList, FileObject
 from api.openai.batch_requests import MAX_EXPIRY_S, MIN_EXPIRY_S
 from api.openai.uploads import UploadForm
-from api.service import OWNER, service_of
+from api.service import service_of
 from tasks.batch_types import NewFile
 from tasks.codes import CarpoolError
 
@@ -50,7 +51,8 @@ router = APIRouter(prefix=PATH, tags=["openai"], responses=ERRORS)
 @router.post("", response_model=FileObject, openapi_extra=_FORM)
 async def upload_file(request: Request) -> Response:
     """Upload a file of requests for a batch. It is read as it comes, and kept in Redis."""
-    service, store = service_of(request), batches_of(request).store
+    service, store, caller = service_of(request), batches_of(request).store, caller_of(request)
+    await service.count(caller)
     form = UploadForm(request.headers.get("content-type", ""))
     writer = store.writer()
     digest = hashlib.sha256()
@@ -65,7 +67,7 @@ async def upload_file(request: Request) -> Response:
     except BaseException:
         service.in_background(writer.discard())
         raise
-    return JSONResponse(_object(await store.get(id)))
+    return JSONResponse(_object(await store.get(id, caller.owner)))
 
 
 @router.get("", response_model=FileList)
@@ -78,7 +80,7 @@ async def list_files(
 ) -> Response:
     """List files by time, the newest first unless you say otherwise."""
     files, has_more = await batches_of(request).store.list_files(
-        after=after, limit=limit, newest_first=order == "desc", purpose=purpose
+        caller_of(request).owner, after=after, limit=limit, newest_first=order == "desc", purpose=purpose
     )
     return JSONResponse(page([_object(file) for file in files], has_more))
 
@@ -86,7 +88,7 @@ async def list_files(
 @router.get("/{id}", response_model=FileObject)
 async def get_file(id: str, request: Request) -> Response:
     """Ask for a file; one that a batch writes grows meanwhile."""
-    return JSONResponse(_object(await batches_of(request).store.get(id)))
+    return JSONResponse(_object(await batches_of(request).store.get(id, caller_of(request).owner)))
 
 
 @router.get(
@@ -97,7 +99,7 @@ async def get_file(id: str, request: Request) -> Response:
 async def get_file_content(id: str, request: Request) -> Response:
     """Download a file. One that a batch writes is answered as far as it has come, in whole lines."""
     store = batches_of(request).store
-    file = await store.get(id)
+    file = await store.get(id, caller_of(request).owner)
     chunks = store.chunks(file)
     # the first chunk is read before the answer begins, so that a fault is an error and no half of an answer
     first = await anext(chunks, b"")
@@ -115,7 +117,7 @@ async def get_file_content(id: str, request: Request) -> Response:
 @router.delete("/{id}", response_model=DeletedFile)
 async def delete_file(id: str, request: Request) -> Response:
     """Delete a file, unless a batch that has not ended needs it."""
-    await batches_of(request).store.delete(id)
+    await batches_of(request).store.delete(id, caller_of(request).owner)
     return JSONResponse({"id": id, "object": "file", "deleted": True})
 
 
@@ -145,12 +147,13 @@ def _described(form: UploadForm, request: Request, digest: str, default_s: float
             "invalid_request", f"purpose: batch alone is possible, but it is {purpose!r:.80}", param="purpose"
         )
     ttl_s = _expiry(form.fields, default_s)
+    owner = caller_of(request).owner
     idempotency = None
     key = request.headers.get("idempotency-key")
     if key is not None:
         body = {**form.fields, "file": digest}
         path = str(request.scope["path"]).removeprefix(root_path(request))
-        idempotency = Idempotency.of(OWNER, request.method, path, key, body)
+        idempotency = Idempotency.of(owner, request.method, path, key, body)
     return NewFile(
         id="",
         filename=form.filename,
@@ -158,6 +161,7 @@ def _described(form: UploadForm, request: Request, digest: str, default_s: float
         num_bytes=0,
         num_chunks=0,
         ttl_s=ttl_s,
+        owner=owner,
         idempotency=idempotency.scope_hash if idempotency else "",
         body_hash=idempotency.body_hash if idempotency else "",
     )

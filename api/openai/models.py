@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from api.caller import caller_of
 from api.models import start_worker
 from api.openai.answers import ERRORS, ModelCard, ModelList
 from api.service import service_of
@@ -18,21 +19,22 @@ router = APIRouter(prefix="/v1/models", tags=["openai"], responses=ERRORS)
 
 @router.get("", response_model=ModelList)
 async def list_models(request: Request) -> Response:
-    """List every model that a living worker serves or loads, and every alias of one."""
-    served = await service_of(request).models.served()
+    """List every model that a living worker serves or loads and that the API key may use, and every alias of one."""
+    served = await service_of(request).models.served(caller_of(request))
     return JSONResponse({"object": "list", "data": [_card(name, info) for name, info in served.items()]})
 
 
 @router.get("/{model:path}", response_model=ModelCard)
 async def get_model(model: str, request: Request) -> Response:
     """Ask for one of these models, by its name or an alias."""
-    models = service_of(request).models
-    served = await models.served()
+    models, caller = service_of(request).models, caller_of(request)
+    served = await models.served(caller)
     if model in served:
         return JSONResponse(_card(model, served[model]))
     alias = await models.find(model)
-    if alias is None:
-        raise await models.unknown(model)
+    allowed = models.allowed(caller)
+    if alias is None or (allowed is not None and alias not in allowed):
+        raise await models.unknown(model, caller)
     there = ", ".join(served) or "none"
     raise CarpoolError(
         "model_not_found",

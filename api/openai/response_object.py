@@ -119,9 +119,13 @@ def kept_request(echo: Mapping[str, Any], store: bool | None) -> str:
     return recorded(PATH, store, response=echo)
 
 
-async def load(service: Service, id: str) -> Stored:
-    """A response by its id. Raises CarpoolError "job_not_found" also for jobs that other endpoints made."""
-    view = (await service.ledger.run(service.calls.view([id])))[0] if id.startswith(PREFIX) else None
+async def load(service: Service, id: str, owner: str) -> Stored:
+    """A response by its id; what is not the owner's is not there, "" sees all.
+
+    Raises:
+        CarpoolError: "job_not_found", also for jobs that other endpoints made.
+    """
+    view = (await service.ledger.run(service.calls.view([id], owner)))[0] if id.startswith(PREFIX) else None
     found = await service.client.hmget(keys.record(id), ["request", "input"]) if view is not None else []
     if view is None or not all(found):
         raise CarpoolError(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
+from api.caller import Caller, caller_of
 from api.errors import job_headers, naming_job, root_path
 from api.events import Cursor
 from api.generation import idempotency_of, run
@@ -17,7 +18,7 @@ from api.openai.errors import naming
 from api.openai.response_events import ResponseEvents
 from api.openai.response_object import PATH, PREFIX, Stored, kept_request, load
 from api.openai.response_requests import ResponseRequest
-from api.service import OWNER, Service, service_of
+from api.service import Service, service_of
 from api.waiting import wait_for_end
 from tasks.chat import Message
 from tasks.codes import CarpoolError
@@ -34,18 +35,18 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
 
     With `background` the answer comes at once and tells how to ask for it; with `stream` it is a stream of events.
     """
-    service = service_of(request)
+    service, caller = service_of(request), caller_of(request)
     if body.stream:
         service.check_streams()
-    draft = await response_draft(service, body, await idempotency_of(request))
-    target = await service.models.choose(body.model)
+    draft = await response_draft(service, body, caller, await idempotency_of(request))
+    target = await service.models.choose(body.model, caller)
     with naming("input", "max_output_tokens"):
         if body.stream:
             ticket, feed = await service.intake.accept_and_follow(draft, *target, ends_only=False)
             id = ticket.id
             try:
                 with naming_job(id):
-                    stored = await load(service, id)
+                    stored = await load(service, id, caller.owner)
             except BaseException:
                 feed.close()
                 raise
@@ -54,6 +55,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
                 feed,
                 [Cursor()],
                 job_headers(id, root_path(request)),
+                caller,
                 renderer=ResponseEvents(stored),
                 cancel_abandoned=abandoned,
             )
@@ -62,7 +64,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
         else:
             id = (await run(service, request, draft, *target))["id"]
         with naming_job(id):
-            return _answer(await load(service, id), request)
+            return _answer(await load(service, id, caller.owner), request)
 
 
 @router.get("/{id}", response_model=ResponseObject, responses={200: {"content": EVENTS}})
@@ -76,12 +78,12 @@ async def get_response(
     include_obfuscation: Annotated[bool, Query(description="Only false is possible.")] = False,
 ) -> Response:
     """Ask for a response, or follow it: also after its end, for as long as it is kept. `Last-Event-ID` works too."""
-    service = service_of(request)
+    service, caller = service_of(request), caller_of(request)
     if include_obfuscation:
         raise CarpoolError(
             "unsupported_field", "include_obfuscation is not supported. Leave it out", param="include_obfuscation"
         )
-    stored = await load(service, id)
+    stored = await load(service, id, caller.owner)
     if not stream:
         if starting_after is not None:
             raise CarpoolError(
@@ -94,16 +96,21 @@ async def get_response(
     service.check_streams()
     member, feed = await service.attach_and_follow(id, [id])
     return service.open_stream(
-        feed, [Cursor()], job_headers(id, root_path(request)), renderer=ResponseEvents(stored, after), member=member
+        feed,
+        [Cursor()],
+        job_headers(id, root_path(request)),
+        caller,
+        renderer=ResponseEvents(stored, after),
+        member=member,
     )
 
 
 @router.post("/{id}/cancel", response_model=ResponseObject)
 async def cancel_response(id: str, request: Request) -> Response:
     """Cancel a response, in the background or not; one that has ended is answered as it is."""
-    service = service_of(request)
-    stored = await load(service, id)
-    verdict = await service.ledger.run(service.calls.cancel(id))
+    service, owner = service_of(request), caller_of(request).owner
+    stored = await load(service, id, owner)
+    verdict = await service.ledger.run(service.calls.cancel(id, owner))
     if verdict == "requested":
         with await service.relay.follow([id], ends_only=True) as feed:
             view = await wait_for_end(service, request, feed, _CANCEL_WAIT_S)
@@ -115,18 +122,20 @@ async def cancel_response(id: str, request: Request) -> Response:
 @router.delete("/{id}", response_model=DeletedResponse)
 async def delete_response(id: str, request: Request) -> Response:
     """Forget a response that has ended. Turns that follow it keep what they know of it."""
-    service = service_of(request)
-    await load(service, id)
-    if await service.ledger.run(service.calls.forget(id, OWNER)) in ("riding", "open"):
+    service, owner = service_of(request), caller_of(request).owner
+    await load(service, id, owner)
+    if await service.ledger.run(service.calls.forget(id, owner)) in ("riding", "open"):
         raise CarpoolError(
             "job_not_ended", f"response {id} has not ended. Cancel it first: POST {PATH}/{id}/cancel", job_id=id
         )
     return JSONResponse({"id": id, "object": "response", "deleted": True})
 
 
-async def response_draft(service: Service, body: ResponseRequest, idempotency: Idempotency | None = None) -> Draft:
+async def response_draft(
+    service: Service, body: ResponseRequest, caller: Caller, idempotency: Idempotency | None = None
+) -> Draft:
     """The job that a request asks for. Raises CarpoolError where it follows a response that cannot be gone on with."""
-    earlier = await _earlier_turns(service, body.previous_response_id)
+    earlier = await _earlier_turns(service, body.previous_response_id, caller.owner)
     instructions = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
     return Draft(
         body.response_options(),
@@ -136,15 +145,16 @@ async def response_draft(service: Service, body: ResponseRequest, idempotency: I
         id_prefix=PREFIX,
         request=kept_request(body.echo(), body.store),
         webhook=service.webhooks.check(body.webhook_url),
+        caller=caller,
     )
 
 
-async def _earlier_turns(service: Service, id: str | None) -> list[Message]:
+async def _earlier_turns(service: Service, id: str | None, owner: str) -> list[Message]:
     """The conversation that is gone on with, its last answer included, its instructions not."""
     if id is None:
         return []
     try:
-        stored = await load(service, id)
+        stored = await load(service, id, owner)
     except CarpoolError as error:
         error.param = "previous_response_id"
         raise

@@ -113,6 +113,7 @@ async def stream_with(
             feed,
             [Cursor() for _ in feed.ids],
             job_headers(ticket.id, root_path(request)),
+            draft.caller,
             renderer=renderer(head),
             cancel_abandoned="" if draft.idempotency else ticket.id,
         )

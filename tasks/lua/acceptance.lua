@@ -21,7 +21,8 @@ local function accept(R, inputs, place)
       'params', R.params, 'seed', R.seeds[i], 'input', inputs[i], 'fingerprint', '', 'pool', R.pool, 'model', R.model,
       'deadline', int(deadline), 'created_at', int(NOW), 'order', int(first + i), 'priority', int(R.priority), 'group', group,
       'idem', group == '' and R.idem or '', 'native', R.native, 'metadata', group == '' and R.metadata or '', 'default_tokens',
-      R.default_tokens, 'user', R.user, 'request', group == '' and R.request or '', 'batch', group == '' and R.batch or '')
+      R.default_tokens, 'user', R.user, 'request', group == '' and R.request or '', 'batch', group == '' and R.batch or '',
+      'key', R.key, 'counted', R.counted and R.counted[i] or '')
     redis.call('SET', text_key(id), '')
     redis.call('PEXPIREAT', record_key(id), expires)
     redis.call('PEXPIREAT', text_key(id), expires)
@@ -32,7 +33,8 @@ local function accept(R, inputs, place)
   if R.group then
     redis.call('HSET', group_key(R.id), 'v', version, 'id', R.id, 'status', 'queued', 'n', int(#R.seeds), 'left', int(#R.seeds),
       'model', R.model, 'pool', R.pool, 'seed', R.seed, 'created_at', int(NOW), 'deadline', int(deadline), 'priority',
-      int(R.priority), 'idem', R.idem, 'metadata', R.metadata, 'request', R.request or '', 'batch', R.batch)
+      int(R.priority), 'idem', R.idem, 'metadata', R.metadata, 'request', R.request or '', 'batch', R.batch,
+      'key', R.key)
     redis.call('PEXPIREAT', group_key(R.id), expires)
     for i = 1, #R.seeds do record(R.id .. '.' .. int(i - 1), i, R.id) end
   else

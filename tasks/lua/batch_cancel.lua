@@ -1,9 +1,10 @@
--- No further line is taken, and those that ride are to stop; who serves the batch sees to both. ARGV[2]: id.
+-- No further line is taken, and those that ride are to stop; who serves the batch sees to both. ARGV[2]: id, ARGV[3]:
+-- who asks.
 -- Returns the status, or gone.
 local id = ARGV[2]
 local key = batch_key(id)
-local b = fields(key, 'status')
-if b.status == '' then return 'gone' end
+local b = fields(key, 'status', 'key')
+if b.status == '' or (ARGV[3] ~= '' and (b.key ~= '' and b.key or 'all') ~= ARGV[3]) then return 'gone' end
 if b.status == 'validating' or b.status == 'in_progress' then
   redis.call('HSET', key, 'status', 'cancelling', 'cancelling_at', int(NOW), 'ending', 'cancelled')
   if b.status == 'validating' then

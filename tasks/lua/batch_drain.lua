@@ -2,7 +2,7 @@
 -- answer. A line whose job has not ended stays open: Redis may have lost the end that this answer was made of.
 -- Returns how many were written.
 local id = ARGV[2]
-local b = fields(batch_key(id), 'prefix', 'output', 'errors_file')
+local b = fields(batch_key(id), 'prefix', 'output', 'errors_file', 'key')
 local num_written = 0
 for a = 3, #ARGV, 3 do
   local line, job = ARGV[a], b.prefix .. ARGV[a]

@@ -7,7 +7,7 @@
 -- is on its way to its end) or over: then nothing was written.
 local R = cjson.decode(ARGV[2])
 local key = batch_key(R.id)
-local b = fields(key, 'status', 'line', 'fed', 'deadline', 'prefix', 'output', 'errors_file')
+local b = fields(key, 'status', 'line', 'fed', 'deadline', 'prefix', 'output', 'errors_file', 'key')
 if b.fed ~= '' or b.status == 'validating' or b.status == '' then return 'over' end
 if b.line ~= R.from then return 'moved' end
 local num_jobs = 0

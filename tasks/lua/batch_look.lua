@@ -1,10 +1,10 @@
 -- How a batch stands, for who serves it; one whose time is over turns to its end. ARGV[2]: id.
--- Returns {status, ending, file, endpoint, prefix, line, chunk, offset, fed, line, status of its job, line, status…}: first where
--- the next line begins, then the lines whose answers are not written yet.
+-- Returns {status, ending, file, endpoint, prefix, whose it is, line, chunk, offset, fed, line, status of its job, line,
+-- status…}: first where the next line begins, then the lines whose answers are not written yet.
 local id = ARGV[2]
 local key = batch_key(id)
 local function state()
-  return fields(key, 'status', 'ending', 'file', 'endpoint', 'prefix', 'line', 'chunk', 'offset', 'fed', 'deadline')
+  return fields(key, 'status', 'ending', 'file', 'endpoint', 'prefix', 'line', 'chunk', 'offset', 'fed', 'deadline', 'key')
 end
 local b = state()
 if b.status == '' then
@@ -19,7 +19,7 @@ if NOW >= tonumber(b.deadline) and (b.status == 'validating' or b.status == 'in_
   end
   b = state()
 end
-local answer = { b.status, b.ending, b.file, b.endpoint, b.prefix, b.line, b.chunk, b.offset, b.fed }
+local answer = { b.status, b.ending, b.file, b.endpoint, b.prefix, b.key ~= '' and b.key or 'all', b.line, b.chunk, b.offset, b.fed }
 for _, line in ipairs(redis.call('ZRANGE', open_key(id), 0, -1)) do
   local job = b.prefix .. line
   answer[#answer + 1] = line

@@ -1,4 +1,4 @@
--- The first stop wins. ARGV[2]: id of a job or a group. Returns the status (ended), requested, or gone.
+-- The first stop wins. ARGV[2]: id of a job or a group; ARGV[3]: who asks. Returns the status (ended), requested, or gone.
 local function cancel(id)
   local key = record_key(id)
   local j = fields(key, 'status', 'lease', 'stop', 'deadline', 'incarnation')
@@ -16,6 +16,7 @@ local function cancel(id)
 end
 
 local id = ARGV[2]
+if not is_for(ARGV[3], id) then return 'gone' end
 local n = redis.call('HGET', group_key(id), 'n')
 if not n then return cancel(id) end
 local status = redis.call('HGET', group_key(id), 'status')

@@ -1,6 +1,9 @@
 -- Files in chunks, under one cap. A part of the scripts that write them.
 local FILES, FILES_UNTIL, FILES_BYTES = P .. 'files', P .. 'files:until', P .. 'files:bytes'
 
+-- Files by time: each API key has a list of its own.
+local function files_of(owner) return owner == 'all' and FILES or FILES .. ':of:' .. owner end
+
 local function file_key(id) return P .. 'f:' .. id end
 local function chunk_key(id, n) return P .. 'f:' .. id .. ':' .. int(n) end
 
@@ -33,23 +36,23 @@ local function expire_file(id, at)
   redis.call('PEXPIREAT', file_key(id), int(at))
   for n = 0, tonumber(redis.call('HGET', file_key(id), 'chunks')) - 1 do redis.call('PEXPIREAT', chunk_key(id, n), int(at)) end
   redis.call('ZADD', FILES_UNTIL, int(at), id)
-  for _, shared in ipairs({ FILES, FILES_UNTIL, FILES_BYTES }) do keep_until(shared, int(at)) end
+  local owner = redis.call('HGET', file_key(id), 'key') or 'all'
+  for _, shared in ipairs({ files_of(owner), FILES_UNTIL, FILES_BYTES }) do keep_until(shared, int(at)) end
 end
 
-local function list_file(id)
-  redis.call('ZADD', FILES, int(NOW_US), id)
+local function list_file(id, owner, expires)
+  list_in_index(files_of(owner), id, expires, function(old) return redis.call('EXISTS', file_key(old)) == 1 end)
 end
 
 -- A line more at the end of a file that a batch writes; the first one makes the file.
-local function append_line(id, filename, line, expires)
+local function append_line(id, owner, filename, line, expires)
   local key = file_key(id)
   local f = fields(key, 'chunks')
   if f.chunks == '' then
     redis.call('HSET', key, 'v', version_to_write(), 'id', id, 'filename', filename, 'purpose', 'batch_output', 'bytes', '0', 'chunks', '0',
-      'created_at', int(NOW), 'expires_at', int(expires), 'batches', '0')
+      'created_at', int(NOW), 'expires_at', int(expires), 'batches', '0', 'key', owner)
     redis.call('PEXPIREAT', key, int(expires))
-    list_file(id)
-    keep_until(FILES, int(expires))
+    list_file(id, owner, expires)
     f.chunks = '0'
   end
   local n = tonumber(f.chunks)

@@ -1,7 +1,9 @@
--- Delete an ended job or group with all its keys. ARGV[2]: id, ARGV[3]: whose list it stands in.
+-- Delete an ended job or group with all its keys. ARGV[2]: id, ARGV[3]: who asks, and has it in the list.
 -- Returns forgotten, gone, riding (it has not ended), child (it is a part of a group), open (it is a line of a batch, and
 -- its answer is not written yet).
 local id = ARGV[2]
+
+if not is_for(ARGV[3], id) then return 'gone' end
 
 local function forget(job)
   redis.call('DEL', record_key(job), log_key(job), text_key(job), P .. 'att:' .. job, 'celery-task-meta-' .. job)

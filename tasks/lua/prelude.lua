@@ -28,6 +28,8 @@ local function worker_key(incarnation) return P .. 'w:' .. incarnation end
 local function queue_key(pool) return 'carpool.' .. pool end
 local function celery_key(id) return 'celery-task-meta-' .. id end
 local function event_id(id) return 'evt_' .. id end
+local function minute_key(key) return P .. 'minute:' .. key end
+local function live_key(key) return P .. 'live:' .. key end
 local DUE = P .. 'due'
 local SCHEMA = P .. 'schema'
 local HOOKS = P .. 'hook'
@@ -106,6 +108,28 @@ end
 -- The version that new records get: the oldest that a living process reads (agree.lua). A job's log has its record's version.
 local function version_to_write()
   return int(math.min(C.version, tonumber(redis.call('GET', SCHEMA) or C.version)))
+end
+
+-- Whose a job or a group is: the id of an API key, or 'all' where it was made without one.
+local function owner_of(id)
+  local key = redis.call('HGET', record_key(id), 'key') or redis.call('HGET', group_key(id), 'key') or ''
+  return key ~= '' and key or 'all'
+end
+
+-- Is it there for who asks? '' is Carpool itself.
+local function is_for(owner, id) return owner == '' or owner_of(id) == owner end
+
+-- A job of an API key has ended: it is none of those that the key has at once, and the tokens that it was counted with and
+-- has not used are given back, for as long as the second in which they were counted is within the minute (key_limits.lua).
+local function leave_key(id, j)
+  if j.key == '' or j.key == 'all' then return end
+  redis.call('ZREM', live_key(j.key), id)
+  if j.counted == '' then return end
+  local second = int(math.floor(tonumber(j.created_at) / 1000))
+  local requests, tokens = string.match(redis.call('HGET', minute_key(j.key), second) or '', '^(%d+) (%d+)$')
+  if not requests then return end
+  local used = tonumber(j.prompt_tokens == '' and 0 or j.prompt_tokens) + tonumber(j.k)
+  redis.call('HSET', minute_key(j.key), second, requests .. ' ' .. int(math.max(0, tokens + used - tonumber(j.counted))))
 end
 
 local function leave_queues(id, pool)
@@ -286,7 +310,8 @@ end
 -- Returns false where the job has already ended or is gone.
 local function terminal(id, status, finish_reason, error, tail)
   local key = record_key(id)
-  local j = fields(key, 'v', 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens', 'batch', 'webhook')
+  local j = fields(key, 'v', 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens', 'batch', 'key',
+    'counted', 'created_at', 'webhook')
   if j.status ~= 'queued' and j.status ~= 'running' then return false end
   local reason = reason_of(error) -- before anything is written: there is no rollback
   local epoch = int(tonumber(j.epoch) + 1)
@@ -299,6 +324,7 @@ local function terminal(id, status, finish_reason, error, tail)
     'error', error)
   leave_queues(id, j.pool)
   redis.call('ZREM', DUE, id)
+  leave_key(id, j)
   publish(id, data)
   -- the children of a group stay until the group has ended, so that its texts are whole, and a line of a batch until its
   -- answer is in the batch's output
