@@ -165,7 +165,7 @@ class GatedSentinelTransport(kombu_redis.SentinelTransport):
     Channel = GatedSentinelChannel
 
 
-def use_gate(conf: Any, gate: Any) -> None:
+def use_gate(conf: Any, gate: Callable[[], int]) -> None:
     """Make a Celery configuration consume through the gate."""
     scheme = str(conf.broker_url).split("://", 1)[0]
     conf.broker_transport = f"worker.broker:{'GatedSentinelTransport' if scheme == 'sentinel' else 'GatedTransport'}"

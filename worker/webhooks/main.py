@@ -68,7 +68,7 @@ def run(settings: Settings, name: str) -> int:
             deliverer.stop()
             dispatcher.stop()
 
-        use_gate(celery.conf, lambda: not stopping.is_set())
+        use_gate(celery.conf, lambda: 0 if stopping.is_set() else settings.webhook_concurrency)
         celery.conf.worker_prefetch_multiplier = 1
         worker = celery.Worker(
             hostname=f"{name}@{socket.gethostname()}",
