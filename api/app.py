@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from api import errors, generation, health, jobs
+from api import admission, errors, generation, health, jobs
 from api.batches.runner import BatchRunner
 from api.openai import batches as batch_endpoints
 from api.openai import chat, completions, files, models, responses
@@ -67,6 +67,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     for part in (generation, jobs, completions, chat, responses, files, batch_endpoints, models, health):
         app.include_router(part.router)
     # the last one added is the first to see a request
+    app.add_middleware(admission.QueueHeaders)
     origins = _names(used.cors_origins)
     app.add_middleware(
         BodyCheck, max_bytes=used.max_body_bytes, uploads={files.PATH: used.max_file_bytes}, origins=origins
@@ -77,7 +78,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             allow_origins=origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client in a page sends headers of its own; the origins are what is checked
-            expose_headers=["Location", "Retry-After", "x-carpool-job-id", "x-request-id"],
+            expose_headers=["Location", "Retry-After", "x-carpool-job-id", "x-request-id", *admission.HEADERS],
         )
     if not used.allow_no_keys:
         app.add_middleware(HostCheck, allowed=_names(used.allowed_hosts))

@@ -13,12 +13,13 @@ from typing import Any, Final
 import redis.asyncio
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
+from api.admission import check_admitted, note_queue
 from api.counting import TokenCounter
 from api.errors import naming_job
 from api.events import as_json
 from api.feed import Feed
 from api.relay import Relay
-from tasks.acceptance import input_json, params_json
+from tasks.acceptance import estimated_input, input_json, params_json
 from tasks.chat import Message
 from tasks.codes import CarpoolError
 from tasks.job_request import JobOptions, child_seed, draw_seed
@@ -150,8 +151,8 @@ class Intake:
             CarpoolError: it was refused, and nothing was recorded; "redis_unavailable" names the job's id where the
                 answer of Redis was lost and the job may be recorded all the same.
         """
-        await self._check(draft, model)
-        return await self._accept(draft, alias, draft.new_id())
+        counts = await self._check(draft, model)
+        return await self._accept(self._acceptance(draft, alias, model, draft.new_id(), counts))
 
     async def prepare(self, draft: Draft, alias: str, model: ModelInfo | None, id: str) -> Acceptance:
         """What the ledger is to accept under this id, for who has it do so together with something else.
@@ -159,8 +160,7 @@ class Intake:
         Raises:
             CarpoolError: it is refused.
         """
-        await self._check(draft, model)
-        return self._acceptance(draft, alias, id)
+        return self._acceptance(draft, alias, model, id, await self._check(draft, model))
 
     async def accept_and_follow(
         self, draft: Draft, alias: str, model: ModelInfo | None, *, ends_only: bool
@@ -169,7 +169,7 @@ class Intake:
 
         With `ends_only` it is a feed of the job or group, else one of the sequences.
         """
-        await self._check(draft, model)
+        counts = await self._check(draft, model)
         id = draft.new_id()
         ids = [id] if ends_only else draft.sequence_ids(id)
         # The subscription is on its way together with the acceptance. Without a connection it goes first, so that
@@ -179,7 +179,7 @@ class Intake:
         else:
             feed = await self._relay.follow(ids, ends_only=ends_only)
         try:
-            ticket = await self._accept(draft, alias, id)
+            ticket = await self._accept(self._acceptance(draft, alias, model, id, counts))
             if ticket.is_new:
                 return ticket, feed
         except BaseException:
@@ -190,17 +190,23 @@ class Intake:
         with naming_job(ticket.id):
             return ticket, await self._relay.follow(ids, ends_only=ends_only)
 
-    async def _check(self, draft: Draft, model: ModelInfo | None) -> None:
+    async def _check(self, draft: Draft, model: ModelInfo | None) -> list[int]:
+        """Tokens of each prompt, or of the chat: counted where anything depends on it, else estimated."""
         options = draft.options
+        exact = bool(self._settings.max_queued_tokens or self._settings.max_queued_tokens_per_key)
         if draft.messages is not None:
             tools = (options.tools or ()) if options.offers_tools else ()
-            await self._counter.check_chat(model, draft.messages, tools, options.max_tokens)
-            return
+            count = await self._counter.check_chat(model, draft.messages, tools, options.max_tokens, exact=exact)
+            return [estimated_input(None, draft.messages) if count is None else count]
         many = len(draft.prompts) > 1 or (draft.is_group and draft.copies == 1)
-        await self._counter.check(model, draft.prompts, options.max_tokens, many=many)
+        counts = await self._counter.check(model, draft.prompts, options.max_tokens, many=many, exact=exact)
+        return [estimated_input(prompt, None) for prompt in draft.prompts] if counts is None else counts
 
-    async def _accept(self, draft: Draft, alias: str, id: str) -> Ticket:
-        accepted, durable = await self._record(self._acceptance(draft, alias, id))
+    async def _accept(self, request: Acceptance) -> Ticket:
+        accepted, durable = await self._record(request)
+        if accepted.queue is not None:
+            note_queue(request, accepted.queue, self._settings)
+        check_admitted(request, accepted, self._settings)
         if accepted.verdict == "conflict":
             raise CarpoolError(
                 "idempotency_conflict",
@@ -210,21 +216,27 @@ class Intake:
                 job_id=accepted.id,
             )
         if accepted.verdict == "again":
-            self._keeper.wake(alias)
+            self._keeper.wake(request.pool)
         # the same id a second time is our own call, sent again because its answer was lost
-        return Ticket(accepted.id, accepted.id == id, durable)
+        return Ticket(accepted.id, accepted.id == request.id, durable)
 
-    def _acceptance(self, draft: Draft, alias: str, id: str) -> Acceptance:
+    def _acceptance(
+        self, draft: Draft, alias: str, model: ModelInfo | None, id: str, counts: Sequence[int]
+    ) -> Acceptance:
         options = draft.options
         max_tokens = options.max_tokens or min(draft.default_max_tokens, self._settings.max_tokens)
         seed = draw_seed() if options.seed is None else options.seed
         inputs = draft.inputs()
+        tokens = [count for count in counts for _ in range(draft.copies)]
+        # a default is clamped to what the context leaves
+        most = model.context_length if model is not None and options.max_tokens is None else None
         seeds = [child_seed(seed, index) for index in range(len(inputs))] if draft.is_group else [seed]
         return Acceptance(
             id=id,
             pool=alias,
             params=params_json(options.sampling(), max_tokens),
-            jobs=[Job(*pair) for pair in zip(seeds, inputs, strict=True)],
+            max_tokens=min(max_tokens, most or max_tokens),
+            jobs=[Job(*job) for job in zip(seeds, inputs, tokens, strict=True)],
             deadline_s=options.deadline_s or self._settings.deadline_s,
             is_group=draft.is_group,
             seed=seed,
@@ -236,6 +248,8 @@ class Intake:
             body_hash=draft.idempotency.body_hash if draft.idempotency else "",
             priority=priority_number(options.priority, draft.default_priority),
             batch=draft.batch,
+            most_jobs=self._settings.max_queued_jobs_per_key,
+            most_tokens=self._settings.max_queued_tokens_per_key,
         )
 
     async def _record(self, acceptance: Acceptance) -> tuple[Accepted, bool | None]:

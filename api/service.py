@@ -88,6 +88,10 @@ class Service:
         """How jobs stand."""
         return await self.ledger.run(self.calls.look(ids))
 
+    async def outlook(self, ids: Sequence[str]) -> list[JobState | None]:
+        """The same, with the places and ETAs of those that wait."""
+        return await self.ledger.run(self.calls.look(ids, outlook=True))
+
     async def view(self, id: str) -> dict[str, Any]:
         """The object of `GET /jobs/{id}`. Raises CarpoolError "job_not_found"."""
         view = (await self.ledger.run(self.calls.view([id])))[0]
@@ -169,7 +173,7 @@ class Service:
         feed.have = [cursor.n for cursor in cursors]
         stream = JobStream(
             self.client,
-            self.look,
+            self.outlook,
             feed,
             followers,
             renderer or EventRenderer(feed.ids, cursors),

@@ -70,6 +70,7 @@ class BatchState:
         ending: what it is on its way to: "", cancelled, expired or failed.
         at: where its next line begins.
         fed: every line was taken.
+        room: so many jobs the queue has room for, None where it takes any number.
         open: number of each line whose answer is not written yet, and the status of its job ("gone" without a record).
     """
 
@@ -80,6 +81,7 @@ class BatchState:
     job_prefix: str
     at: Position
     fed: bool
+    room: int | None
     open: dict[int, str]
 
     def job(self, line: int) -> str:

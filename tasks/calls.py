@@ -15,6 +15,7 @@ from tasks.ledger_types import (
     Claim,
     Invitation,
     JobState,
+    QueueNumbers,
     Reaped,
     Rider,
     SlotAnswer,
@@ -37,6 +38,8 @@ TOMBSTONE_S = 7 * 86400
 FILE_CHUNK_BYTES = 256 * 1024
 #: Chunks of an upload that has not ended, since its server died, say, are forgotten after so long.
 UPLOAD_S = 3600
+#: What an owner used counts against it for so long after the last of its jobs has ended.
+SHARE_MEMORY_MS = 10_000
 #: A process that was not heard for so long no longer keeps the ledger at the version that it reads.
 VERSION_GONE_MS = 60_000
 
@@ -85,6 +88,10 @@ class Calls:
                 "files_most": settings.max_files_bytes,
                 "upload": UPLOAD_S * 1000,
                 "batch_window": settings.batch_window,
+                "queued_jobs": settings.max_queued_jobs,
+                "queued_tokens": settings.max_queued_tokens,
+                "refuse_late": settings.refuse_late,
+                "share_memory": SHARE_MEMORY_MS,
             },
             separators=(",", ":"),
         )
@@ -190,9 +197,10 @@ class Calls:
         """
         return self._call("forget", [id], (id, owner), str)
 
-    def look(self, ids: Sequence[str]) -> Call[list[JobState | None]]:
-        """How these jobs stand, None where there is no such job."""
-        return self._call("look", [], tuple(ids), lambda answer: [_parse_state(*one) for one in answer])
+    def look(self, ids: Sequence[str], *, outlook: bool = False) -> Call[list[JobState | None]]:
+        """How these jobs stand, None where there is no such job; with `outlook` also their places and ETAs."""
+        args = ("1" if outlook else "", *ids)
+        return self._call("look", [], args, lambda answer: [_parse_state(*one) for one in answer])
 
     def attach(self, ttl_ms: int, waiting: Sequence[tuple[str, str]]) -> Call[str]:
         """Note for (job, member) pairs that somebody waits for the job, for `ttl_ms`."""
@@ -228,6 +236,10 @@ def acceptance_body(request: Acceptance) -> dict[str, Any]:
         "default_tokens": "1" if request.tokens_are_default else "",
         "metadata": request.metadata,
         "key": request.owner,
+        "tokens": [job.prompt_tokens + request.max_tokens for job in request.jobs],
+        "max": request.max_tokens,
+        "most_jobs": request.most_jobs,
+        "most_tokens": request.most_tokens,
         "user": request.user,
         "request": request.request,
         "idem": request.idempotency,
@@ -239,8 +251,9 @@ def acceptance_body(request: Acceptance) -> dict[str, Any]:
 
 
 def _parse_accepted(answer: list[str], pool: str) -> Accepted:
-    verdict, id, *invited = answer
-    return Accepted(verdict, id, tuple(Invitation(one, pool) for one in invited))
+    verdict, id, numbers, *invited = answer
+    queue = QueueNumbers(**json.loads(numbers)) if numbers else None
+    return Accepted(verdict, id, tuple(Invitation(one, pool) for one in invited), queue)
 
 
 def _parse_claim(answer: list[str]) -> Claim:
@@ -265,10 +278,10 @@ def _parse_claim(answer: list[str]) -> Claim:
     )
 
 
-def _parse_state(status: str, k: str, lease_ms: str, position: str, has_worker: str) -> JobState | None:
+def _parse_state(status: str, k: str, lease_ms: str, position: str, has_worker: str, eta_ms: str) -> JobState | None:
     if not status:
         return None
-    return JobState(status, int(k), int(lease_ms), int(position), bool(has_worker))
+    return JobState(status, int(k), int(lease_ms), int(position), bool(has_worker), int(eta_ms) if eta_ms else None)
 
 
 def _parse_slots(answer: list[list[str]]) -> list[SlotAnswer]:

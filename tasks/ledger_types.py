@@ -12,10 +12,14 @@ from tasks.priority import NORMAL
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job to be accepted. `input` is `{"prompt": …}` or `{"messages": …}` as JSON."""
+    """One job to be accepted. `input` is `{"prompt": …}` or `{"messages": …}` as JSON.
+
+    `prompt_tokens`: those of the input, counted or estimated: what the job weighs on the queue, with max_tokens.
+    """
 
     seed: int
     input: str
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +28,11 @@ class Acceptance:
 
     Attributes:
         params: the sampling parameters as JSON, without the seed.
+        max_tokens: theirs.
         tokens_are_default: max_tokens was not asked for, so the worker may clamp it to the context.
         deadline_s: from now.
-        owner: whose list the job stands in (an API key's id; "all" without keys).
+        owner: whose list the job stands in, and whose share of the slots it takes: an API key's id; "all" without keys.
+        most_jobs, most_tokens: more of this owner may not wait with it; 0: no bound.
         user: the caller's own name for whoever asks; recorded without effect.
         request: what the endpoint needs to answer again in its own shape, as JSON; recorded without effect.
         priority: from 0, which comes first, to 9.
@@ -51,6 +57,9 @@ class Acceptance:
     native: bool = False
     priority: int = NORMAL
     batch: str = ""
+    max_tokens: int = 0
+    most_jobs: int = 0
+    most_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +71,37 @@ class Invitation:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueNumbers:
+    """What waits, lines of batches apart: in all, and of the owner who asks.
+
+    Attributes:
+        tokens, own_tokens: prompts' tokens and max_tokens together.
+        room_ms: time until there is room for what was refused; None where it is not known.
+        drain_ms: time until nothing waits; the same.
+    """
+
+    jobs: int
+    tokens: int
+    own_jobs: int
+    own_tokens: int
+    room_ms: int | None
+    drain_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """ok: new. again: this id or idempotency key is known, `id` is its job. conflict: known with another body.
 
     tomb: a task of that id was sent with plain Celery, has ended, and its record is gone. `invitations` were sent.
+    Refused, and nothing written: own_full_jobs, own_full_tokens, full_jobs, full_tokens (a cap of the owner or of all),
+    never_fits_jobs, never_fits_tokens (a cap is less than this request alone), late (not done by its deadline).
+    `queue`: what waits now, with the job where it is ok; None where nothing was decided anew.
     """
 
     verdict: str
     id: str
     invitations: tuple[Invitation, ...] = ()
+    queue: QueueNumbers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +217,8 @@ class JobState:
         lease_ms: until the lease of a running job runs out; negative where it has.
         position: place in the queue from 1, 0 where it waits in none.
         has_worker: whether a worker of the pool of a queued job is ready.
+        eta_ms: time until its end that can be expected, None where it is not known. As position and has_worker, it is
+            looked up where that is asked for.
     """
 
     status: str
@@ -193,6 +226,7 @@ class JobState:
     lease_ms: int
     position: int
     has_worker: bool
+    eta_ms: int | None = None
 
     @property
     def ended(self) -> bool:

@@ -17,6 +17,7 @@ from tasks import keys
 from tasks.calls import Call
 from tasks.entries import decode
 from tasks.settings import Settings
+from tests.ledger_counts import check_counts
 from tests.ledger_harness import (
     POOL,
     ChangedScripts,
@@ -35,7 +36,16 @@ SETTINGS = Settings(retention_s=3600, idempotency_s=3600, max_deaths=6, max_clai
 #: One job kills its process at token 4; the others are innocent.
 SCRIPTS = {"a": Script(10), "b": Script(3), "c": Script(7), "d": Script(12), "poison": Script(8, poison_at=4)}
 JOBS = tuple(SCRIPTS)
+OWNERS = {"a": "x", "b": "x", "c": "y", "d": "all", "poison": "y"}
 DEADLINE_S = 7200
+SHARED = (
+    *(keys.DUE, keys.TICK, keys.GRACE, keys.POOLS),
+    *(
+        key(POOL)
+        for key in (keys.wait, keys.invited, keys.queued, keys.load, keys.shares, keys.use, keys.lost, keys.rate)
+    ),
+    *(key for owner in ("x", "y", "all") for key in (f"{keys.PREFIX}jobs:{owner}", keys.own(POOL, owner))),
+)
 ENDED = ("succeeded", "failed", "cancelled", "expired")
 CELERY_STATES = {"succeeded": "SUCCESS", "failed": "FAILURE", "cancelled": "REVOKED", "expired": "FAILURE"}
 
@@ -87,7 +97,7 @@ class World:
 
     def accept(self, id: str, twice: bool = False) -> None:
         for _ in range(1 + twice):
-            self.ledger.accept(id, deadline_s=DEADLINE_S)
+            self.ledger.accept(id, deadline_s=DEADLINE_S, owner=OWNERS[id])
             self.seen[id].accepted = True
             self.check()
         self.pump()
@@ -241,13 +251,14 @@ class World:
                 pipeline.get(f"celery-task-meta-{id}")
                 for key in (keys.record(id), keys.log(id), keys.text(id), f"celery-task-meta-{id}"):
                     pipeline.pexpiretime(key)
-            for key in (keys.DUE, keys.wait(POOL), keys.invited(POOL), "{carpool}:jobs:all", keys.TICK, keys.GRACE):
+            for key in SHARED:
                 pipeline.pexpiretime(key)
             found: list[Any] = pipeline.execute()
         size = 11
         for i, id in enumerate(JOBS):
             self._check_job(id, *found[i * size : (i + 1) * size])
         assert all(expires != -1 for expires in found[len(JOBS) * size :]), "a shared key without an expiry"
+        check_counts(self.client, POOL)
         for worker in self.workers:
             assert len(worker.slots) <= SLOTS
 

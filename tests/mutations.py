@@ -8,8 +8,22 @@ from __future__ import annotations
 
 from tests.mutations_of_batches import BATCHES, FILES, PRIORITIES
 from tests.mutations_of_ends import DEATHS, ENDS
+from tests.mutations_of_queue import ADMISSION, SHARES
 from tests.mutations_of_reaper import REAPER
 from tests.mutations_of_rides import ACCEPT, CLAIM, STEP
 from tests.mutations_of_versions import VERSIONS
 
-MUTATIONS = (*ACCEPT, *CLAIM, *STEP, *ENDS, *DEATHS, *REAPER, *VERSIONS, *PRIORITIES, *FILES, *BATCHES)
+MUTATIONS = (
+    *ACCEPT,
+    *CLAIM,
+    *STEP,
+    *ENDS,
+    *DEATHS,
+    *REAPER,
+    *VERSIONS,
+    *PRIORITIES,
+    *FILES,
+    *BATCHES,
+    *ADMISSION,
+    *SHARES,
+)
