@@ -25,7 +25,7 @@ ADMISSION = (
     Mutation(
         "admission: the cap",
         "a burst would fill Redis, and most of it would miss its deadline",
-        one("if most > 0 and waits + more > most then", "if false then"),
+        one("if most > 0 and too_much > 0 then", "if false then"),
         (capped(test_ledger_admission.over_the_cap, 3), test_ledger_admission.owners_have_caps_of_their_own),
     ),
     Mutation(

@@ -47,15 +47,20 @@ end
 -- or tokens; never_fits is more than a cap has room for when nothing waits; late would not be done by its deadline.
 local function refusal(R, num_jobs, num_tokens, order)
   local w = waiting(R.key)
+  -- an owner gets its turn as often as each other one that waits
+  local owners = math.max(1, redis.call('ZCARD', shares_key(R.pool)))
   local caps = {
-    { 'own_full_jobs', R.most_jobs, w.own_jobs, num_jobs }, { 'own_full_tokens', R.most_tokens, w.own_tokens, num_tokens },
-    { 'full_jobs', C.queued_jobs, w.jobs, num_jobs }, { 'full_tokens', C.queued_tokens, w.tokens, num_tokens },
+    { 'own_full_jobs', R.most_jobs, w.own_jobs, num_jobs, w.all_jobs / owners },
+    { 'own_full_tokens', R.most_tokens, w.own_tokens, num_tokens, w.all_tokens / owners },
+    { 'full_jobs', C.queued_jobs, w.jobs, num_jobs, w.all_jobs },
+    { 'full_tokens', C.queued_tokens, w.tokens, num_tokens, w.all_tokens },
   }
   for _, cap in ipairs(caps) do
-    local verdict, most, waits, more = unpack(cap)
-    if most > 0 and waits + more > most then
+    local verdict, most, waits, more, all = unpack(cap)
+    local too_much = waits + more - most
+    if most > 0 and too_much > 0 then
       if more > most then return { 'never_fits_' .. string.match(verdict, '%a+$'), numbers_json(w, nil, Q.drain_ms(R.pool)) }, w end
-      return { verdict, numbers_json(w, part_ms(R.pool, (waits + more - most) / math.max(1, waits)), Q.drain_ms(R.pool)) }, w
+      return { verdict, numbers_json(w, part_ms(R.pool, too_much / math.max(1, all)), Q.drain_ms(R.pool)) }, w
     end
   end
   if C.refuse_late then
