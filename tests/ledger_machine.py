@@ -32,7 +32,9 @@ from tests.ledger_harness import (
 from tests.ledger_workers import SLOTS, Script, SimulatedWorker
 
 T = TypeVar("T")
-SETTINGS = Settings(retention_s=3600, idempotency_s=3600, max_deaths=6, max_claims=8)
+#: So many jobs may wait: one less than there are.
+MOST_WAITING = 4
+SETTINGS = Settings(retention_s=3600, idempotency_s=3600, max_deaths=6, max_claims=8, max_queued_jobs=MOST_WAITING)
 #: One job kills its process at token 4; the others are innocent.
 SCRIPTS = {"a": Script(10), "b": Script(3), "c": Script(7), "d": Script(12), "poison": Script(8, poison_at=4)}
 JOBS = tuple(SCRIPTS)
@@ -97,10 +99,18 @@ class World:
 
     def accept(self, id: str, twice: bool = False) -> None:
         for _ in range(1 + twice):
-            self.ledger.accept(id, deadline_s=DEADLINE_S, owner=OWNERS[id])
-            self.seen[id].accepted = True
+            is_full = self._num_waiting() >= MOST_WAITING
+            was_accepted = self.seen[id].accepted
+            self.seen[id].accepted = was_accepted or not is_full
+            verdict = self.ledger.accept(id, deadline_s=DEADLINE_S, owner=OWNERS[id]).verdict
+            assert verdict == ("again" if was_accepted else "full_jobs" if is_full else "ok")
             self.check()
         self.pump()
+
+    def _num_waiting(self) -> int:
+        """Jobs that wait, and those of which the keeper knows that their worker is gone."""
+        lost = self.client.zcount(keys.lost(POOL), self.ledger.now_ms + 1, "+inf")
+        return int(str(self.client.zcard(keys.wait(POOL)))) + int(str(lost))
 
     def cancel(self, id: str) -> None:
         if self.seen[id].accepted:

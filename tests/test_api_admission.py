@@ -116,9 +116,7 @@ def test_with_workers_there_are_never_more_in_the_queue_than_may_be(redis_url: s
         assert {service.wait_for_end(id)["status"] for id in ids} == {"succeeded"}
 
 
-def test_a_refusal_has_the_numbers_and_a_pause_and_leaves_no_job(
-    client: httpx2.Client, redis_client: redis.Redis
-) -> None:
+def test_a_refusal_has_the_numbers_and_a_pause(client: httpx2.Client, redis_client: redis.Redis) -> None:
     fill(client)
     answer = client.post("/jobs", json={"prompt": "Hello"})
     error = answer.json()["error"]

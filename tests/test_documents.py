@@ -53,8 +53,10 @@ def test_every_key_of_the_ledger_is_in_the_table_of_keys() -> None:
         keys.batch("<id>"),
         keys.batch_open("<id>"),
         keys.batch_lock("<id>"),
+        *(key("<pool>") for key in (keys.queued, keys.load, keys.shares, keys.use, keys.rate, keys.lost)),
+        keys.own("<pool>", "<owner>").replace("7", "<length>"),
     ):
         assert f"`{example}`" in table
-    shared = (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA, keys.VERSIONS)
+    shared = (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA, keys.VERSIONS, keys.POOLS)
     for constant in (*shared, keys.FILES, keys.FILES_UNTIL, keys.FILES_BYTES, keys.BATCHES, keys.BATCHES_LIVE):
         assert f"`{constant}`" in table

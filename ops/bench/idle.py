@@ -1,4 +1,4 @@
-"""What many who wait cost: a thousand long polls and a thousand open streams on one API process, and submissions beside.
+"""What many who wait cost: a thousand long polls and a thousand open streams on one API process, submissions beside.
 
 Each waits for a job of its own in a queue behind one that takes long. Measured are the API's memory, the connections of
 Redis, and how long a submission takes, before they come and while they wait.
@@ -69,13 +69,9 @@ def measure(options: Options) -> Findings:
 
         quiet, busy, before, after = asyncio.run(run())
     figures = [
-        Figure(
-            f"95 % of submissions, {waiting} polls and {waiting} streams open", percentile(busy, 95), "ms", at_most(50)
-        ),
+        Figure(f"95 % of submissions, {waiting} polls and streams open", percentile(busy, 95), "ms", at_most(50)),
         Figure("95 % of submissions, nobody waiting", percentile(quiet, 95), "ms"),
-        Figure(
-            "memory of the API for each who waits", 1000 * (after[0] - before[0]) / (2 * waiting), "kB", at_most(100)
-        ),
+        Figure("memory of the API for each of them", 500 * (after[0] - before[0]) / waiting, "kB", at_most(100)),
         Figure("memory of the API with them", after[0], "MB"),
         Figure("connections of Redis that they take", after[1] - before[1], "connections", at_most(10)),
         Figure("connections of Redis in all", after[1], "connections"),

@@ -89,15 +89,19 @@ async def _load(instance: BenchInstance, factor: float, seconds: float) -> _Load
     load = _Load()
     due = iter(range(max(1, round(factor * _RATE * seconds))))
     processes = {role: instance.process(role) for role in _ROLES}
-    half: dict[Role, float] = {}
     begin, began_at = time.monotonic(), time.time()
+
+    def resident() -> dict[Role, float]:
+        return {role: process.memory_info().rss / 1e6 for role, process in processes.items()}
+
+    async def halfway() -> dict[Role, float]:
+        await asyncio.sleep(seconds / 2)
+        return resident()
 
     async def client(connection: HttpConnection) -> None:
         for number in due:
             at = begin + number / (factor * _RATE)
             await asyncio.sleep(max(0.0, at - time.monotonic()))
-            if not half and time.monotonic() - begin >= seconds / 2:
-                half.update({role: process.memory_info().rss / 1e6 for role, process in processes.items()})
             sent = time.monotonic()
             status, answer = await connection.try_post("/jobs", {"prompt": f"Job {number} is", "max_tokens": _TOKENS})
             load.took.append(time.monotonic() - sent)
@@ -108,11 +112,10 @@ async def _load(instance: BenchInstance, factor: float, seconds: float) -> _Load
     async with AsyncExitStack() as stack:
         connections = [await stack.enter_async_context(HttpConnection(instance.url)) for _ in range(_CONNECTIONS)]
         async with asyncio.TaskGroup() as group:
+            half = group.create_task(halfway())
             for connection in connections:
                 group.create_task(client(connection))
-        load.growth = {
-            role: processes[role].memory_info().rss / 1e6 - half.get(role, float("nan")) for role in processes
-        }
+        load.growth = {role: size - half.result()[role] for role, size in resident().items()}
         jobs = [json.loads(await connections[0].get(f"/jobs/{id}?wait=60")) for id in load.ids]
     load.lost = sum(job["status"] != "succeeded" for job in jobs)
     load.jobs_per_s = _rate((job["finished_at"] for job in jobs if job["finished_at"]), began_at, seconds)

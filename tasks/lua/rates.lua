@@ -66,28 +66,31 @@ local function lanes_of(pool)
     lanes[#lanes + 1] = { owner = found[i], time = tonumber(found[i + 1]), invited = {} }
     by_owner[found[i]] = lanes[#lanes]
   end
-  local all = { lanes = lanes, by_owner = by_owner, invited = {} }
-  if #lanes > 1 then
-    for _, id in ipairs(redis.call('ZRANGE', inv_key(pool), 0, -1)) do
-      local text = redis.call('HGET', queued_key(pool), id)
-      local lane = text and by_owner[weight(text).owner]
-      if lane then
-        local order = tonumber(redis.call('ZSCORE', wait_key(pool), id) or 0)
-        all.invited[#all.invited + 1] = order
-        lane.invited[#lane.invited + 1] = order
-        all.invited[id] = true
-      end
-    end
-    for _, lane in ipairs(lanes) do
-      lane.key = own_key(pool, lane.owner)
-      lane.mean = mean_use(pool, lane.owner)
-      lane.left = redis.call('ZCARD', lane.key) - #lane.invited
-      lane.served = tonumber(redis.call('HGET', use_key(pool), 's:' .. lane.owner) or 0)
-      lane.first = tonumber(redis.call('ZRANGE', lane.key, 0, 0, 'WITHSCORES')[2] or 0)
+  all_lanes[pool] = { lanes = lanes, by_owner = by_owner, invited = {}, is_invited = {} }
+  return all_lanes[pool]
+end
+
+-- What is needed of them where there is more than one.
+local function look_along(pool, all)
+  if all.is_known then return end
+  all.is_known = true
+  for _, id in ipairs(redis.call('ZRANGE', inv_key(pool), 0, -1)) do
+    local text = redis.call('HGET', queued_key(pool), id)
+    local lane = text and all.by_owner[weight(text).owner]
+    if lane then
+      local order = tonumber(redis.call('ZSCORE', wait_key(pool), id) or 0)
+      all.invited[#all.invited + 1] = order
+      lane.invited[#lane.invited + 1] = order
+      all.is_invited[id] = true
     end
   end
-  all_lanes[pool] = all
-  return all
+  for _, lane in ipairs(all.lanes) do
+    local key = own_key(pool, lane.owner)
+    lane.mean = mean_use(pool, lane.owner)
+    lane.left = redis.call('ZCARD', key) - #lane.invited
+    lane.served = tonumber(redis.call('HGET', use_key(pool), 's:' .. lane.owner) or 0)
+    lane.first = tonumber(redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2] or 0)
+  end
 end
 
 local function how_many_before(orders, order)
@@ -107,7 +110,8 @@ function Q.place(pool, owner, order, id)
     local rank = id ~= '' and redis.call('ZRANK', wait_key(pool), id)
     return (rank or redis.call('ZCOUNT', wait_key(pool), '-inf', '(' .. int(order))) + 1
   end
-  if all.invited[id] then return how_many_before(all.invited, order) + 1 end
+  look_along(pool, all)
+  if all.is_invited[id] then return how_many_before(all.invited, order) + 1 end
   local ahead = 0
   if mine then
     ahead = math.max(0, redis.call('ZCOUNT', own_key(pool, owner), '-inf', '(' .. int(order)) - how_many_before(mine.invited, order))
@@ -142,6 +146,23 @@ function Q.drain_ms(pool)
   return slot_ms(r, math.max(0, tokens)) / crew.slots
 end
 
+local all_sums = {}
+-- Ms in a slot for the jobs that wait first: of one, of two, and so on.
+local function first_sums(pool, r)
+  if all_sums[pool] then return all_sums[pool] end
+  local sums = { [0] = 0 }
+  local ids = redis.call('ZRANGE', wait_key(pool), 0, LOOKED_AT - 1)
+  if #ids > 0 then
+    for _, text in ipairs(redis.call('HMGET', queued_key(pool), unpack(ids))) do
+      if not text then break end
+      local w = weight(text)
+      sums[#sums + 1] = sums[#sums] + slot_ms(r, likely_tokens(r, w.class, w.max))
+    end
+  end
+  all_sums[pool] = sums
+  return sums
+end
+
 -- Ms until a job at this place is done that has this class and max_tokens; nil where no worker is ready, or none has ended
 -- a job yet. The work ahead of it is spread over the slots; when it gets one, the others are on average in mid-ride.
 function Q.eta_ms(pool, place, class, max)
@@ -149,23 +170,11 @@ function Q.eta_ms(pool, place, class, max)
   if not r or crew.slots == 0 then return end
   local own = slot_ms(r, likely_tokens(r, class, max))
   if place <= crew.free then return own end
-  local ahead = 0
-  local near = math.min(place - 1, LOOKED_AT)
-  local num_waiting = redis.call('ZCARD', wait_key(pool))
-  if near > 0 and num_waiting > 0 then
-    local found = 0
-    if #lanes_of(pool).lanes <= 1 then
-      local texts = redis.call('HMGET', queued_key(pool), unpack(redis.call('ZRANGE', wait_key(pool), 0, near - 1)))
-      for _, text in ipairs(texts) do
-        if text then
-          local w = weight(text)
-          ahead = ahead + slot_ms(r, likely_tokens(r, w.class, w.max))
-          found = found + 1
-        end
-      end
-    end
-    ahead = ahead + (Q.drain_ms(pool) or 0) * crew.slots / num_waiting * math.max(0, place - 1 - found)
-  end
+  -- between owners the order of all is not that of the turns
+  local sums = #lanes_of(pool).lanes <= 1 and first_sums(pool, r) or { [0] = 0 }
+  local near = math.min(place - 1, #sums)
+  local mean = (Q.drain_ms(pool) or 0) * crew.slots / math.max(1, redis.call('ZCARD', wait_key(pool)))
+  local ahead = sums[near] + mean * (place - 1 - near)
   local residual = crew.free > 0 and 0 or r.square / (2 * r.ms)
   return (ahead + residual) / crew.slots + own
 end
