@@ -335,8 +335,8 @@ def test_a_job_that_would_be_late_is_refused_where_that_is_wanted(make: Make) ->
     assert ledger.accept("in time", deadline_s=30).verdict == "ok"
     assert ledger.accept("first", deadline_s=15, priority=0).verdict == "ok", "it goes before the others"
     assert ledger.accept("another's", owner="x", deadline_s=15).verdict == "ok", "its owner is next"
-    assert ledger.accept("x-late", owner="x", deadline_s=15).verdict == "late"
-    assert ledger.accept("x-late", owner="x", deadline_s=30).verdict == "ok"
+    assert ledger.accept("x-late", owner="x", deadline_s=9).verdict == "late"
+    assert ledger.accept("x-late", owner="x", deadline_s=15).verdict == "ok"
     assert ledger.client.exists(keys.record("late")) == 0
     assert make(refuse_late=False).accept("late", deadline_s=15).verdict == "ok"
 

@@ -56,10 +56,15 @@ local function refusal(R, num_jobs, num_tokens, order)
     { 'full_tokens', C.queued_tokens, w.tokens, num_tokens, w.all_tokens },
   }
   for _, cap in ipairs(caps) do
+    local verdict, most, _, more = unpack(cap)
+    if most > 0 and more > most then
+      return { 'never_fits_' .. string.match(verdict, '%a+$'), numbers_json(w, nil, Q.drain_ms(R.pool)) }, w
+    end
+  end
+  for _, cap in ipairs(caps) do
     local verdict, most, waits, more, all = unpack(cap)
     local too_much = waits + more - most
     if most > 0 and too_much > 0 then
-      if more > most then return { 'never_fits_' .. string.match(verdict, '%a+$'), numbers_json(w, nil, Q.drain_ms(R.pool)) }, w end
       return { verdict, numbers_json(w, part_ms(R.pool, too_much / math.max(1, all)), Q.drain_ms(R.pool)) }, w
     end
   end
