@@ -84,7 +84,7 @@ def test_with_workers_there_are_never_more_in_the_queue_than_may_be(redis_url: s
             seen.append(int(service.client.zcard(keys.wait("simulated"))))
 
     def submit(url: str, number: int) -> list[str]:
-        ids = []
+        ids: list[str] = []
         with httpx2.Client(base_url=url, trust_env=False) as client:
             while not done.is_set():
                 body = {"prompt": f"{number} {len(ids)}", "max_tokens": 8, "seed": 7}
@@ -269,8 +269,8 @@ def test_a_batch_waits_outside_and_goes_on_as_there_is_room(redis_url: str, tmp_
         for i in range(30)
     )
     with Service(redis_url, tmp_path) as service, running_api(settings) as api, api.client() as client:
-        form = {"purpose": (None, "batch"), "file": ("in.jsonl", lines)}
-        file = client.post("/v1/files", files=form).json()["id"]
+        upload = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", lines)})
+        file = upload.json()["id"]
         body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
         batch = client.post("/v1/batches", json=body).json()["id"]
         waiting = keys.wait("simulated")
