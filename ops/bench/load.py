@@ -1,8 +1,8 @@
 """What more load than the slots can do does to an instance: at twice and at ten times their rate, for a minute each.
 
-Jobs are submitted on a timetable, whether or not those before them were answered. Every answer is 202, or 503 with its
-reason; every 202 ends well; and as much gets done as when the queue is just never empty. Memory is compared between
-the middle and the end of each minute.
+Jobs are submitted on a timetable, each on a connection of its own, whether or not those before were answered. Every
+answer is 202, or 503 with its reason; every 202 ends well; and as much gets done as when the queue is just never empty.
+Memory is compared between the middle and the end of each minute.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,7 +25,6 @@ _SLOTS: Final = 4
 _STEP_MS: Final = 20
 _TOKENS: Final = 20
 _MOST_QUEUED: Final = 100
-_CONNECTIONS: Final = 64
 _FACTORS: Final = (2, 10)
 #: So many jobs a second do the slots at best.
 _RATE: Final = _SLOTS * 1000 / _STEP_MS / _TOKENS
@@ -81,13 +79,12 @@ def measure(options: Options) -> Findings:
             Figure(f"growth of the {role} in the second half {name}", growth, "MB", at_most(5))
             for role, growth in load.growth.items()
         ]
-    return Findings(figures, {**settings, "tokens": _TOKENS, "seconds": seconds, "connections": _CONNECTIONS})
+    return Findings(figures, {**settings, "tokens": _TOKENS, "seconds": seconds})
 
 
 async def _load(instance: BenchInstance, factor: float, seconds: float) -> _Load:
     """Submit so many times the slots' rate for so long, then wait until all that was accepted has ended."""
     load = _Load()
-    due = iter(range(max(1, round(factor * _RATE * seconds))))
     processes = {role: instance.process(role) for role in _ROLES}
     begin, began_at = time.monotonic(), time.time()
 
@@ -98,25 +95,23 @@ async def _load(instance: BenchInstance, factor: float, seconds: float) -> _Load
         await asyncio.sleep(seconds / 2)
         return resident()
 
-    async def client(connection: HttpConnection) -> None:
-        for number in due:
-            at = begin + number / (factor * _RATE)
-            await asyncio.sleep(max(0.0, at - time.monotonic()))
-            sent = time.monotonic()
+    async def submit(number: int) -> None:
+        sent = time.monotonic()
+        async with HttpConnection(instance.url) as connection:
             status, answer = await connection.try_post("/jobs", {"prompt": f"Job {number} is", "max_tokens": _TOKENS})
-            load.took.append(time.monotonic() - sent)
-            load.answers[_word(status, answer)] += 1
-            if status == 202:
-                load.ids.append(answer["id"])
+        load.took.append(time.monotonic() - sent)
+        load.answers[_word(status, answer)] += 1
+        if status == 202:
+            load.ids.append(answer["id"])
 
-    async with AsyncExitStack() as stack:
-        connections = [await stack.enter_async_context(HttpConnection(instance.url)) for _ in range(_CONNECTIONS)]
-        async with asyncio.TaskGroup() as group:
-            half = group.create_task(halfway())
-            for connection in connections:
-                group.create_task(client(connection))
-        load.growth = {role: size - half.result()[role] for role, size in resident().items()}
-        jobs = [json.loads(await connections[0].get(f"/jobs/{id}?wait=60")) for id in load.ids]
+    async with asyncio.TaskGroup() as group:
+        half = group.create_task(halfway())
+        for number in range(max(1, round(factor * _RATE * seconds))):
+            await asyncio.sleep(max(0.0, begin + number / (factor * _RATE) - time.monotonic()))
+            group.create_task(submit(number))
+    load.growth = {role: size - half.result()[role] for role, size in resident().items()}
+    async with HttpConnection(instance.url) as connection:
+        jobs = [json.loads(await connection.get(f"/jobs/{id}?wait=60")) for id in load.ids]
     load.lost = sum(job["status"] != "succeeded" for job in jobs)
     load.jobs_per_s = _rate((job["finished_at"] for job in jobs if job["finished_at"]), began_at, seconds)
     return load
