@@ -40,8 +40,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (413, "The body is larger than CARPOOL_MAX_BODY_BYTES."),
         (415, "The body is not JSON."),
         (422, "A field has a value that is not possible, or is not supported."),
+        (429, "More jobs or tokens of this key wait than may."),
         (500, "The job failed."),
-        (503, "Redis or a worker is away, or full."),
+        (503, "Redis or a worker is away, or Redis or the queue is full."),
         (504, "The job goes on and the wait was too long, or its deadline passed."),
     )
 }

@@ -18,8 +18,9 @@ ERRORS: Final[dict[int | str, dict[str, Any]]] = {
         (409, "The job or batch has not ended, or was cancelled, or the Idempotency-Key was used with another body."),
         (413, "The body or file is larger than it may be, or there is no room left for files."),
         (415, "The body is not JSON; that of an upload is no form."),
+        (429, "More jobs or tokens of this key wait than may."),
         (500, "The job failed."),
-        (503, "Redis or a worker is away, or full."),
+        (503, "Redis or a worker is away, or Redis or the queue is full."),
         (504, "The job goes on and the wait was too long, or its deadline passed."),
     )
 }
