@@ -48,7 +48,7 @@ def test_the_median_eta_of_jobs_of_mixed_lengths_is_less_than_thirty_percent_off
 
 def test_an_eta_is_there_right_after_a_restart_and_shrinks_with_a_second_worker(service: Service) -> None:
     first = service.worker("first")
-    for id in [service.submit(f"warm {i}", max_tokens=10) for i in range(5)]:
+    for id in [service.submit(f"warm {i}", max_tokens=100) for i in range(6)]:
         service.wait_for_end(id)
     first.end()
     eventually("its heartbeat is over", lambda: not service.list_workers())
