@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.caller import Caller, rate_headers
+from api.caller import Caller, headers_of_minute
 from api.errors import answer, of_redis
 from api.keyring import Keyring
 from api.safety import host_name, is_loopback
@@ -73,7 +73,7 @@ class Access:
 
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start" and caller.spent is not None:
-                MutableHeaders(scope=message).update(rate_headers(caller.spent))
+                MutableHeaders(scope=message).update(headers_of_minute(caller.spent))
             await send(message)
 
         await self._app(scope, receive, send_with_limits)

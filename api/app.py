@@ -12,12 +12,12 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from api import errors, generation, health, jobs
+from api import admission, errors, generation, health, jobs
 from api.access import OPEN_PATHS, Access
 from api.batches.runner import BatchRunner
-from api.caller import RATE_HEADERS
 from api.openai import batches as batch_endpoints
 from api.openai import chat, completions, files, models, responses
+from api.rate_headers import RATE_HEADERS
 from api.safety import BodyCheck, RequestIds
 from api.service import Service
 from tasks.api_key_terms import read_key_file
@@ -80,6 +80,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     for part in (generation, jobs, completions, chat, responses, files, batch_endpoints, models, health):
         app.include_router(part.router)
     # the last one added is the first to see a request
+    app.add_middleware(admission.QueueHeaders)
     origins = _names(used.cors_origins)
     app.add_middleware(
         BodyCheck, max_bytes=used.max_body_bytes, uploads={files.PATH: used.max_file_bytes}, origins=origins

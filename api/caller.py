@@ -8,16 +8,13 @@ from typing import Final
 
 from fastapi import Request
 
+from api.rate_headers import rate_headers
 from tasks import keys
 from tasks.api_keys import ApiKey
 from tasks.codes import CarpoolError
-from tasks.ledger_types import Allowance, KeyLimits, OverLimit, Spent
+from tasks.ledger_types import KeyLimits, OverLimit, Spent
 from tasks.priority import NORMAL, Priority, priority_number
 
-#: What every answer may carry about a key's limits, for browsers to be shown.
-RATE_HEADERS: Final = tuple(
-    f"x-ratelimit-{part}-{what}" for what in ("requests", "tokens") for part in ("limit", "remaining", "reset")
-)
 _RETRY_NEVER_S: Final = 60
 
 
@@ -85,20 +82,10 @@ def over_limit(over: OverLimit) -> CarpoolError:
     )
 
 
-def rate_headers(spent: Spent) -> Mapping[str, str]:
+def headers_of_minute(spent: Spent) -> Mapping[str, str]:
     """What is left of a key's minute, as OpenAI's clients read it."""
     found: dict[str, str] = {}
     for what, allowance in (("requests", spent.requests), ("tokens", spent.tokens)):
         if allowance is not None:
-            found[f"x-ratelimit-limit-{what}"] = str(allowance.limit)
-            found[f"x-ratelimit-remaining-{what}"] = str(allowance.remaining)
-            found[f"x-ratelimit-reset-{what}"] = _duration(allowance)
+            found.update(rate_headers(what, allowance.limit, allowance.remaining, allowance.reset_ms))
     return found
-
-
-def _duration(allowance: Allowance) -> str:
-    """A time as OpenAI writes it: 850ms, 12s, 1m1s."""
-    if allowance.reset_ms < 1000:
-        return f"{allowance.reset_ms}ms"
-    minutes, seconds = divmod(-(-allowance.reset_ms // 1000), 60)
-    return f"{minutes}m{seconds}s" if minutes else f"{seconds}s"

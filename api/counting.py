@@ -46,24 +46,37 @@ class TokenCounter:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def check(
-        self, model: ModelInfo | None, prompts: Sequence[str], max_tokens: int | None, *, many: bool
-    ) -> None:
+        self,
+        model: ModelInfo | None,
+        prompts: Sequence[str],
+        max_tokens: int | None,
+        *,
+        many: bool,
+        exact: bool = False,
+    ) -> list[int] | None:
         """Refuse what cannot fit into the model's context. Without a card the worker's count decides later.
+
+        Returns:
+            Tokens of each prompt; None where they were not counted: they fit anyhow, or there is no card.
 
         Args:
             max_tokens: as asked for; None where the default counts, which the worker clamps to what is left.
             many: the prompts are a list in the request, so that the error names one of them.
+            exact: count also what fits anyhow.
 
         Raises:
             CarpoolError: "context_length_exceeded" with both numbers.
         """
-        if model is None or not model.context_length or _fits_anyhow(prompts, max_tokens, model.context_length):
-            return
+        if model is None or not model.context_length:
+            return None
+        if not exact and _fits_anyhow(prompts, max_tokens, model.context_length):
+            return None
         card = await self._card(model.card)
-        counts = await self._in_thread(_count, card.tokenizer, prompts) if card is not None else [1] * len(prompts)
-        for index, count in enumerate(counts):
+        counts = await self._in_thread(_count, card.tokenizer, prompts) if card is not None else None
+        for index, count in enumerate(counts or [1] * len(prompts)):
             if count + (max_tokens or 1) > model.context_length:
                 raise _exceeded(index if many else None, count, max_tokens, model.context_length, card is not None)
+        return counts
 
     async def check_chat(
         self,
@@ -71,7 +84,9 @@ class TokenCounter:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
         max_tokens: int | None,
-    ) -> None:
+        *,
+        exact: bool = False,
+    ) -> int | None:
         """The same for a chat, whose prompt the model's template makes.
 
         Raises:
@@ -79,17 +94,18 @@ class TokenCounter:
                 template refuses the messages.
         """
         if model is None or not model.context_length:
-            return
+            return None
         card = await self._card(model.card)
         if card is None:
             await self.check(model, [""], max_tokens, many=False)
-            return
+            return None
         prompt = await self._in_thread(card.chat_template.render, messages, tools)
-        if _fits_anyhow([prompt], max_tokens, model.context_length):
-            return
+        if not exact and _fits_anyhow([prompt], max_tokens, model.context_length):
+            return None
         (count,) = await self._in_thread(_count, card.tokenizer, [prompt], add_special_tokens=False)
         if count + (max_tokens or 1) > model.context_length:
             raise _exceeded(None, count, max_tokens, model.context_length, True, "messages")
+        return count
 
     async def _card(self, digest: str) -> _Card | None:
         if not digest:

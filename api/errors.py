@@ -41,7 +41,7 @@ def answer(
 ) -> JSONResponse:
     """An error as a response; one that speaks of a job says where it is. `status` stands in for the code's own."""
     more = dict(headers or {})
-    if error.code.status in (429, 503):
+    if error.code.status in (429, 503) or error.retry_after_s is not None:
         more["Retry-After"] = str(error.retry_after_s or 1)
     if error.job_id is not None:
         more.update(job_headers(error.job_id, root_path))

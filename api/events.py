@@ -150,7 +150,9 @@ def _describe(state: JobState | None) -> str:
         return "gone"
     if state.status == "queued":
         place = f"queued at position {state.position}" if state.position else "queued"
-        return place if state.has_worker else f"{place}, no worker is ready"
+        if not state.has_worker:
+            return f"{place}, no worker is ready"
+        return place if state.eta_ms is None else f"{place}, done in about {state.eta_ms / 1000:.0f} s"
     if state.status == "running":
         if state.lease_ms < 0:
             return f"stalled, its worker's lease ran out {-state.lease_ms / 1000:.0f} s ago"

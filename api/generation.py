@@ -43,9 +43,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (413, "The body is larger than CARPOOL_MAX_BODY_BYTES."),
         (415, "The body is not JSON."),
         (422, "A field has a value that is not possible, or is not supported."),
-        (429, "The API key has used up its minute, or has as many jobs as it may."),
+        (429, "The API key has used up its minute, or more of its jobs or tokens wait or run than may."),
         (500, "The job failed."),
-        (503, "Redis or a worker is away, or full."),
+        (503, "Redis or a worker is away, or Redis or the queue is full."),
         (504, "The job goes on and the wait was too long, or its deadline passed."),
     )
 }

@@ -13,6 +13,7 @@ from typing import Any, Final
 import redis.asyncio
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
+from api.admission import check_admitted, note_queue
 from api.caller import Caller, over_limit
 from api.counting import TokenCounter
 from api.errors import naming_job
@@ -21,7 +22,7 @@ from api.feed import Feed
 from api.models import Models
 from api.relay import Relay
 from tasks import keys
-from tasks.acceptance import input_json, params_json
+from tasks.acceptance import estimated_input, input_json, params_json
 from tasks.chat import Message
 from tasks.codes import CarpoolError
 from tasks.job_request import JobOptions, child_seed, draw_seed
@@ -160,10 +161,9 @@ class Intake:
             CarpoolError: it was refused, and nothing was recorded; "redis_unavailable" names the job's id where the
                 answer of Redis was lost and the job may be recorded all the same.
         """
-        await self._check(draft, model)
+        counts = await self._check(draft, model)
         await self._check_worker(draft, alias)
-        id = draft.new_id()
-        return await self._accept(draft, self._acceptance(draft, alias, model, id))
+        return await self._accept(draft, self._acceptance(draft, alias, model, draft.new_id(), counts))
 
     async def prepare(self, draft: Draft, alias: str, model: ModelInfo | None, id: str) -> Acceptance:
         """What the ledger is to accept under this id, for who has it do so together with something else.
@@ -173,8 +173,7 @@ class Intake:
         Raises:
             CarpoolError: it is refused.
         """
-        await self._check(draft, model)
-        return self._acceptance(draft, alias, model, id)
+        return self._acceptance(draft, alias, model, id, await self._check(draft, model))
 
     async def accept_and_follow(
         self, draft: Draft, alias: str, model: ModelInfo | None, *, ends_only: bool
@@ -183,7 +182,7 @@ class Intake:
 
         With `ends_only` it is a feed of the job or group, else one of the sequences.
         """
-        await self._check(draft, model)
+        counts = await self._check(draft, model)
         await self._check_worker(draft, alias)
         id = draft.new_id()
         acceptance = self._acceptance(draft, alias, model, id)
@@ -206,14 +205,17 @@ class Intake:
         with naming_job(ticket.id):
             return ticket, await self._relay.follow(ids, ends_only=ends_only)
 
-    async def _check(self, draft: Draft, model: ModelInfo | None) -> None:
+    async def _check(self, draft: Draft, model: ModelInfo | None) -> list[int]:
+        """Tokens of each prompt, or of the chat: counted where anything depends on it, else estimated."""
         options = draft.options
+        exact = bool(self._settings.max_queued_tokens or self._settings.max_queued_tokens_per_key)
         if draft.messages is not None:
             tools = (options.tools or ()) if options.offers_tools else ()
-            await self._counter.check_chat(model, draft.messages, tools, options.max_tokens)
-            return
+            count = await self._counter.check_chat(model, draft.messages, tools, options.max_tokens, exact=exact)
+            return [estimated_input(None, draft.messages) if count is None else count]
         many = len(draft.prompts) > 1 or (draft.is_group and draft.copies == 1)
-        await self._counter.check(model, draft.prompts, options.max_tokens, many=many)
+        counts = await self._counter.check(model, draft.prompts, options.max_tokens, many=many, exact=exact)
+        return [estimated_input(prompt, None) for prompt in draft.prompts] if counts is None else counts
 
     async def _check_worker(self, draft: Draft, alias: str) -> None:
         """Refuse what nobody would run now, if the settings say so; a request whose job is there already gets it."""
@@ -227,8 +229,11 @@ class Intake:
     async def _accept(self, draft: Draft, acceptance: Acceptance) -> Ticket:
         accepted, durable = await self._record(acceptance)
         draft.caller.spent = accepted.spent
+        if accepted.queue is not None:
+            note_queue(acceptance, accepted.queue, self._settings)
         if accepted.over is not None:
             raise over_limit(accepted.over)
+        check_admitted(acceptance, accepted, self._settings)
         if accepted.verdict == "conflict":
             raise CarpoolError(
                 "idempotency_conflict",
@@ -242,17 +247,23 @@ class Intake:
         # the same id a second time is our own call, sent again because its answer was lost
         return Ticket(accepted.id, accepted.id == acceptance.id, durable)
 
-    def _acceptance(self, draft: Draft, alias: str, model: ModelInfo | None, id: str) -> Acceptance:
+    def _acceptance(
+        self, draft: Draft, alias: str, model: ModelInfo | None, id: str, counts: Sequence[int]
+    ) -> Acceptance:
         options = draft.options
         max_tokens = options.max_tokens or min(draft.default_max_tokens, self._settings.max_tokens)
         seed = draw_seed() if options.seed is None else options.seed
         inputs = draft.inputs()
+        tokens = [count for count in counts for _ in range(draft.copies)]
+        # a default is clamped to what the context leaves
+        most = model.context_length if model is not None and options.max_tokens is None else None
         seeds = [child_seed(seed, index) for index in range(len(inputs))] if draft.is_group else [seed]
         return Acceptance(
             id=id,
             pool=alias,
             params=params_json(options.sampling(), max_tokens),
-            jobs=[Job(*pair) for pair in zip(seeds, inputs, strict=True)],
+            max_tokens=min(max_tokens, most or max_tokens),
+            jobs=[Job(*job) for job in zip(seeds, inputs, tokens, strict=True)],
             deadline_s=options.deadline_s or self._settings.deadline_s,
             is_group=draft.is_group,
             seed=seed,
@@ -267,7 +278,9 @@ class Intake:
             webhook=draft.webhook,
             owner=draft.caller.owner,
             limits=None if draft.batch else draft.caller.limits,
-            counted_tokens=_counted(draft, model, inputs, max_tokens),
+            counted_tokens=_counted(draft, model, tokens, max_tokens),
+            most_jobs=self._settings.max_queued_jobs_per_key,
+            most_tokens=self._settings.max_queued_tokens_per_key,
         )
 
     async def _record(self, acceptance: Acceptance) -> tuple[Accepted, bool | None]:
@@ -299,8 +312,8 @@ class Intake:
         return call.parse(answer), durable
 
 
-def _counted(draft: Draft, model: ModelInfo | None, inputs: Sequence[str], max_tokens: int) -> list[int]:
-    """What each job counts as against its key's tokens a minute: a token for four bytes, and all that it may generate.
+def _counted(draft: Draft, model: ModelInfo | None, tokens: Sequence[int], max_tokens: int) -> list[int]:
+    """What each job counts as against its key's tokens a minute: those of its prompt, and all that it may generate.
 
     Its end puts that right. A request that leaves max_tokens to us is not refused for being too large for the limit.
     """
@@ -308,8 +321,7 @@ def _counted(draft: Draft, model: ModelInfo | None, inputs: Sequence[str], max_t
     if limits is None or not limits.tokens_per_minute or draft.batch:
         return []
     counted = []
-    for input in inputs:
-        prompt = max(1, len(input.encode()) // 4)
+    for prompt in tokens:
         room = max_tokens if model is None or not model.context_length else model.context_length - prompt
         counted.append(prompt + max(1, min(max_tokens, room)))
     if draft.options.max_tokens is None:

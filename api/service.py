@@ -98,6 +98,10 @@ class Service:
         """How jobs stand."""
         return await self.ledger.run(self.calls.look(ids))
 
+    async def outlook(self, ids: Sequence[str]) -> list[JobState | None]:
+        """The same, with the places and ETAs of those that wait."""
+        return await self.ledger.run(self.calls.look(ids, outlook=True))
+
     async def count(self, caller: Caller) -> None:
         """Count a request that makes no job. Raises CarpoolError "rate_limit_exceeded"."""
         if caller.limits is None:
@@ -193,7 +197,7 @@ class Service:
         feed.have = [cursor.n for cursor in cursors]
         stream = JobStream(
             self.client,
-            self.look,
+            self.outlook,
             feed,
             followers,
             renderer or EventRenderer(feed.ids, cursors),

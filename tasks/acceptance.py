@@ -15,6 +15,16 @@ from tasks.settings import Settings
 JOB_MAX_TOKENS = 256
 
 
+#: Bytes of a prompt that count as one token where nobody counts them.
+BYTES_PER_TOKEN = 4
+
+
+def estimated_input(prompt: str | None, messages: Sequence[Message] | None) -> int:
+    """Tokens of a prompt, or of messages as JSON, that nobody counted: one for four bytes of UTF-8, rounded up."""
+    text = input_json(None, messages) if prompt is None else prompt
+    return -(-len(text.encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
+
+
 def input_json(prompt: str | None, messages: Sequence[Message] | None) -> str:
     """What a job is to continue, as the record keeps it."""
     given = {"prompt": prompt} if messages is None else {"messages": [message.as_record() for message in messages]}
@@ -38,7 +48,10 @@ def job_acceptance(id: str, pool: str, request: JobRequest, settings: Settings, 
         id=id,
         pool=pool,
         params=params_json(request.sampling(), max_tokens),
-        jobs=[Job(seed, input_json(request.prompt, request.messages))],
+        jobs=[
+            Job(seed, input_json(request.prompt, request.messages), estimated_input(request.prompt, request.messages))
+        ],
+        max_tokens=max_tokens,
         deadline_s=request.deadline_s or settings.deadline_s,
         tokens_are_default=request.max_tokens is None,
         metadata=json.dumps(request.metadata, ensure_ascii=False) if request.metadata else "",

@@ -107,7 +107,7 @@ def _verdict_and_id(answer: list[str]) -> tuple[str, str]:
 def _parse_state(answer: list[str]) -> BatchState | None:
     if answer[0] == "gone":
         return None
-    status, ending, file, endpoint, prefix, owner, line, chunk, offset, fed, *rest = answer
+    status, ending, file, endpoint, prefix, owner, line, chunk, offset, fed, room, *rest = answer
     return BatchState(
         status,
         ending,
@@ -117,5 +117,6 @@ def _parse_state(answer: list[str]) -> BatchState | None:
         owner,
         Position(int(line), int(chunk), int(offset)),
         bool(fed),
+        int(room) if room else None,
         {int(number): job for number, job in zip(rest[::2], rest[1::2], strict=True)},
     )

@@ -76,6 +76,7 @@ class BatchState:
         owner: whose it is: an API key's id; "all" without keys.
         at: where its next line begins.
         fed: every line was taken.
+        room: so many jobs the queue has room for, None where it takes any number.
         open: number of each line whose answer is not written yet, and the status of its job ("gone" without a record).
     """
 
@@ -87,6 +88,7 @@ class BatchState:
     owner: str
     at: Position
     fed: bool
+    room: int | None
     open: dict[int, str]
 
     def job(self, line: int) -> str:

@@ -18,6 +18,7 @@ from tasks.ledger_types import (
     JobState,
     KeyLimits,
     OverLimit,
+    QueueNumbers,
     Reaped,
     Rider,
     SlotAnswer,
@@ -41,6 +42,8 @@ TOMBSTONE_S = 7 * 86400
 FILE_CHUNK_BYTES = 256 * 1024
 #: Chunks of an upload that has not ended, since its server died, say, are forgotten after so long.
 UPLOAD_S = 3600
+#: What an owner used counts against it for so long after the last of its jobs has ended.
+SHARE_MEMORY_MS = 10_000
 #: A process that was not heard for so long no longer keeps the ledger at the version that it reads.
 VERSION_GONE_MS = 60_000
 
@@ -90,6 +93,10 @@ class Calls:
                 "upload": UPLOAD_S * 1000,
                 "batch_window": settings.batch_window,
                 "hook_span": round(settings.webhook_retry_s * 1000),
+                "queued_jobs": settings.max_queued_jobs,
+                "queued_tokens": settings.max_queued_tokens,
+                "refuse_late": settings.refuse_late,
+                "share_memory": SHARE_MEMORY_MS,
             },
             separators=(",", ":"),
         )
@@ -205,9 +212,10 @@ class Calls:
         """
         return self._call("forget", [id], (id, owner), str)
 
-    def look(self, ids: Sequence[str]) -> Call[list[JobState | None]]:
-        """How these jobs stand, None where there is no such job."""
-        return self._call("look", [], tuple(ids), lambda answer: [_parse_state(*one) for one in answer])
+    def look(self, ids: Sequence[str], *, outlook: bool = False) -> Call[list[JobState | None]]:
+        """How these jobs stand, None where there is no such job; with `outlook` also their places and ETAs."""
+        args = ("1" if outlook else "", *ids)
+        return self._call("look", [], args, lambda answer: [_parse_state(*one) for one in answer])
 
     def attach(self, ttl_ms: int, waiting: Sequence[tuple[str, str]]) -> Call[str]:
         """Note for (job, member) pairs that somebody waits for the job, for `ttl_ms`."""
@@ -249,6 +257,10 @@ def acceptance_body(request: Acceptance) -> dict[str, Any]:
         "default_tokens": "1" if request.tokens_are_default else "",
         "metadata": request.metadata,
         "key": request.owner,
+        "tokens": [job.prompt_tokens + request.max_tokens for job in request.jobs],
+        "max": request.max_tokens,
+        "most_jobs": request.most_jobs,
+        "most_tokens": request.most_tokens,
         "user": request.user,
         "request": request.request,
         "idem": request.idempotency,
@@ -265,24 +277,31 @@ def _limits_body(limits: KeyLimits) -> dict[str, int]:
 
 
 def _parse_accepted(answer: list[str], pool: str) -> Accepted:
-    verdict, id, *rest = answer
-    spent, *more = rest or [""]
-    if verdict == "limited":
-        return Accepted(verdict, id, spent=_parse_spent(spent), over=_parse_over(more[0]))
-    return Accepted(verdict, id, tuple(Invitation(one, pool) for one in more), _parse_spent(spent))
+    verdict, id, account, *invited = answer
+    found = json.loads(account) if account else {}
+    return Accepted(
+        verdict,
+        id,
+        tuple(Invitation(one, pool) for one in invited),
+        _parse_queue(found.get("queue")),
+        _parse_spent(found.get("spent")),
+        _parse_over(found.get("over")),
+    )
 
 
-def _parse_spent(text: str) -> Spent | None:
-    if not text:
+def _parse_queue(found: dict[str, Any] | None) -> QueueNumbers | None:
+    return None if found is None else QueueNumbers(**found)
+
+
+def _parse_spent(found: dict[str, Any] | None) -> Spent | None:
+    if found is None:
         return None
-    found = json.loads(text)
     return Spent(*(None if found[what] is None else Allowance(*found[what]) for what in ("requests", "tokens")))
 
 
-def _parse_over(text: str) -> OverLimit | None:
-    if not text:
+def _parse_over(found: dict[str, Any] | None) -> OverLimit | None:
+    if found is None:
         return None
-    found = json.loads(text)
     return OverLimit(found["what"], found["limit"], found["used"], found["asked"], found["wait"])
 
 
@@ -308,10 +327,10 @@ def _parse_claim(answer: list[str]) -> Claim:
     )
 
 
-def _parse_state(status: str, k: str, lease_ms: str, position: str, has_worker: str) -> JobState | None:
+def _parse_state(status: str, k: str, lease_ms: str, position: str, has_worker: str, eta_ms: str) -> JobState | None:
     if not status:
         return None
-    return JobState(status, int(k), int(lease_ms), int(position), bool(has_worker))
+    return JobState(status, int(k), int(lease_ms), int(position), bool(has_worker), int(eta_ms) if eta_ms else None)
 
 
 def _parse_slots(answer: list[list[str]]) -> list[SlotAnswer]:

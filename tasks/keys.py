@@ -10,6 +10,12 @@
 | `{carpool}:att:<id>` zset | who waits for a job, until when | API | half a minute, renewed |
 | `{carpool}:tomb:<id>` | a task sent with plain Celery has ended | terminal | 7 days |
 | `{carpool}:wait:<pool>`, `{carpool}:inv:<pool>` zsets | queued jobs in order; invited when | scripts | as the longest job |
+| `{carpool}:queued:<pool>` hash, `{carpool}:load:<pool>` hash | what each queued job weighs; the sums, of all and of each owner | scripts | as the longest job, or until nothing waits |
+| `{carpool}:own:<length>:<owner>:<pool>` zset, `{carpool}:shares:<pool>` zset | an owner's queued jobs in order (the length is that of the owner's name); the virtual time of each owner of whom something waits | scripts | as the longest job |
+| `{carpool}:use:<pool>` hash | the virtual time of a pool; of each owner its own, and the mean use of its jobs | scripts | as the longest job, at least an hour from the last one's end on |
+| `{carpool}:rate:<pool>` hash | how fast a pool is, by its last jobs | terminal | 7 days after the last one |
+| `{carpool}:lost:<pool>` zset | jobs whose worker is gone, until when that is believed | reaper | a minute |
+| `{carpool}:pools` zset | pools in which something has waited, until when | accept, release | as the longest job |
 | `{carpool}:due` zset | when to look at a job next | scripts | as the longest job |
 | `{carpool}:jobs:<key>` zset | an API key's jobs by time; `all` without keys | accept | as the longest job |
 | `{carpool}:live:<key>` zset | an API key's jobs that have not ended | accept, terminal | as the longest job |
@@ -44,6 +50,7 @@ REAPER = f"{PREFIX}reaper"
 MODELS = f"{PREFIX}models"
 SCHEMA = f"{PREFIX}schema"
 VERSIONS = f"{PREFIX}versions"
+POOLS = f"{PREFIX}pools"
 PROBE = f"{PREFIX}probe"
 API_KEYS = f"{PREFIX}apikeys"
 API_KEYS_REVISION = f"{PREFIX}apikeys:rev"
@@ -147,6 +154,34 @@ def wait(pool: str) -> str:
 
 def invited(pool: str) -> str:
     return f"{PREFIX}inv:{pool}"
+
+
+def queued(pool: str) -> str:
+    return f"{PREFIX}queued:{pool}"
+
+
+def load(pool: str) -> str:
+    return f"{PREFIX}load:{pool}"
+
+
+def own(pool: str, owner: str) -> str:
+    return f"{PREFIX}own:{len(owner.encode())}:{owner}:{pool}"
+
+
+def shares(pool: str) -> str:
+    return f"{PREFIX}shares:{pool}"
+
+
+def use(pool: str) -> str:
+    return f"{PREFIX}use:{pool}"
+
+
+def rate(pool: str) -> str:
+    return f"{PREFIX}rate:{pool}"
+
+
+def lost(pool: str) -> str:
+    return f"{PREFIX}lost:{pool}"
 
 
 def worker(incarnation: str) -> str:

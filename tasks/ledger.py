@@ -21,12 +21,14 @@ from tasks.settings import Settings
 T = TypeVar("T")
 
 
-#: Parts that some scripts share, and stand before them in this order. All have the prelude.
+#: Parts that all scripts have, in this order.
+_ALWAYS = ("prelude", "queue", "shares", "rates")
+#: Parts that some scripts share, and stand before them in this order.
 _FILES = ("files",)
 _BATCHES = ("files", "batches")
 _WEBHOOKS = ("webhooks",)
 PARTS = {
-    "accept": ("acceptance", "key_limits", *_WEBHOOKS),
+    "accept": ("acceptance", "admission", "key_limits", *_WEBHOOKS),
     "webhook_pump": _WEBHOOKS,
     "webhook_claim": _WEBHOOKS,
     "webhook_settle": _WEBHOOKS,
@@ -36,8 +38,8 @@ PARTS = {
     "file_delete": _FILES,
     "batch_create": _BATCHES,
     "batch_validated": _BATCHES,
-    "batch_look": _BATCHES,
-    "batch_feed": ("acceptance", *_BATCHES),
+    "batch_look": ("admission", *_BATCHES),
+    "batch_feed": ("acceptance", "admission", *_BATCHES),
     "batch_drain": _BATCHES,
     "batch_cancel": _BATCHES,
 }
@@ -58,7 +60,7 @@ def _sources() -> dict[str, str]:
 def script_text(name: str) -> str:
     """A script as the server gets it."""
     shebang = "#!lua" if name in _NEW_WORK else "#!lua flags=allow-oom"
-    return "\n".join([shebang, *(_sources()[part] for part in ("prelude", *PARTS.get(name, ()), name))])
+    return "\n".join([shebang, *(_sources()[part] for part in (*_ALWAYS, *PARTS.get(name, ()), name))])
 
 
 class SyncLedger:

@@ -12,10 +12,14 @@ from tasks.priority import NORMAL
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job to be accepted. `input` is `{"prompt": …}` or `{"messages": …}` as JSON."""
+    """One job to be accepted. `input` is `{"prompt": …}` or `{"messages": …}` as JSON.
+
+    `prompt_tokens`: those of the input, counted or estimated: what the job weighs on the queue, with max_tokens.
+    """
 
     seed: int
     input: str
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +70,14 @@ class Acceptance:
 
     Attributes:
         params: the sampling parameters as JSON, without the seed.
+        max_tokens: theirs.
         tokens_are_default: max_tokens was not asked for, so the worker may clamp it to the context.
         deadline_s: from now.
-        owner: whose the job is, and in whose list it stands (an API key's id; "all" without keys).
+        owner: whose the job is, in whose list it stands, and whose share of the slots it takes (an API key's id; "all"
+            without keys).
         limits: of the owner's key; None: nothing is counted.
         counted_tokens: what each job counts as, until its end tells what it has used; only where tokens are limited.
+        most_jobs, most_tokens: more of this owner may not wait with it; 0: no bound.
         user: the caller's own name for whoever asks; recorded without effect.
         request: what the endpoint needs to answer again in its own shape, as JSON; recorded without effect.
         priority: from 0, which comes first, to 9.
@@ -99,6 +106,9 @@ class Acceptance:
     priority: int = NORMAL
     batch: str = ""
     webhook: str = ""
+    max_tokens: int = 0
+    most_jobs: int = 0
+    most_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.webhook and (self.is_group or self.batch):
@@ -114,16 +124,39 @@ class Invitation:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueNumbers:
+    """What waits, lines of batches apart: in all, and of the owner who asks.
+
+    Attributes:
+        tokens, own_tokens: prompts' tokens and max_tokens together.
+        room_ms: time until there is room for what was refused; None where it is not known.
+        drain_ms: time until nothing waits; the same.
+    """
+
+    jobs: int
+    tokens: int
+    own_jobs: int
+    own_tokens: int
+    room_ms: int | None
+    drain_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """ok: new. again: this id or idempotency key is known, `id` is its job. conflict: known with another body.
 
-    tomb: a task of that id was sent with plain Celery, has ended, and its record is gone. limited: its key may not, as
-    `over` says, and nothing was recorded. `invitations` were sent; `spent` is what is left of the key's minute.
+    tomb: a task of that id was sent with plain Celery, has ended, and its record is gone. `invitations` were sent.
+    Refused, and nothing written: own_full_jobs, own_full_tokens, full_jobs, full_tokens (a cap of the owner or of all),
+    never_fits_jobs, never_fits_tokens (a cap is less than this request alone), late (not done by its deadline), limited
+    (its key may not, as `over` says).
+    `queue`: what waits now, with the job where it is ok; `spent`: what is left of the key's minute. Both None where nothing
+    was decided anew, and `spent` where nothing is counted or the queue refused first.
     """
 
     verdict: str
     id: str
     invitations: tuple[Invitation, ...] = ()
+    queue: QueueNumbers | None = None
     spent: Spent | None = None
     over: OverLimit | None = None
 
@@ -241,6 +274,8 @@ class JobState:
         lease_ms: until the lease of a running job runs out; negative where it has.
         position: place in the queue from 1, 0 where it waits in none.
         has_worker: whether a worker of the pool of a queued job is ready.
+        eta_ms: time until its end that can be expected, None where it is not known. As position and has_worker, it is
+            looked up where that is asked for.
     """
 
     status: str
@@ -248,6 +283,7 @@ class JobState:
     lease_ms: int
     position: int
     has_worker: bool
+    eta_ms: int | None = None
 
     @property
     def ended(self) -> bool:

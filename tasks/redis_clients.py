@@ -56,11 +56,14 @@ def connect(settings: Settings) -> redis.Redis:
 
 
 def connect_async(settings: Settings, max_connections: int = 64) -> redis.asyncio.Redis:
-    """The same for the event loop. A pool that is used up makes callers wait; it never grows with the clients."""
+    """The same for the event loop. A pool that is used up makes callers wait; it never grows with the clients.
+
+    They wait for longer than for an answer: a burst of hundreds of requests on a busy machine is no outage of Redis.
+    """
     pool = redis.asyncio.BlockingConnectionPool.from_url(
         settings.redis_url,
         max_connections=max_connections,
-        timeout=settings.redis_timeout_s,
+        timeout=5 * settings.redis_timeout_s,
         decode_responses=True,
         socket_timeout=settings.redis_timeout_s,
         socket_connect_timeout=settings.redis_timeout_s,

@@ -76,6 +76,25 @@ class Settings(BaseSettings):
         7 * 86400, ge=3600, le=30 * 86400, description="How long a file is kept that does not say how long."
     )
     batch_window: int = Field(256, ge=1, le=4096, description="Requests of one batch that are in the queue at once.")
+    max_queued_jobs: int = Field(
+        10_000,
+        ge=0,
+        description="Most jobs that wait for a slot; further ones get 503. Lines of batches do not count. 0: no bound.",
+    )
+    max_queued_tokens: int = Field(
+        0,
+        ge=0,
+        description="Most tokens that wait (each job's prompt and max_tokens); further jobs get 503. 0: no bound.",
+    )
+    max_queued_jobs_per_key: int = Field(
+        0, ge=0, description="Most jobs of one API key that wait; its further ones get 429. 0: no bound."
+    )
+    max_queued_tokens_per_key: int = Field(
+        0, ge=0, description="Most tokens of one API key that wait; its further jobs get 429. 0: no bound."
+    )
+    refuse_late: bool = Field(
+        False, description="Refuse a job at once that, by its ETA, would not be done by its deadline."
+    )
     ack_after_fsync: bool = Field(False, description="Answer 202 only after WAITAOF says the record is on disk.")
 
     # Model and engine

@@ -272,7 +272,7 @@ def _of_bytes(client: redis.Redis) -> redis.Redis:
 
 
 def acceptance(id: str, **more: Any) -> Acceptance:
-    base = Acceptance(id, POOL, '{"max_tokens": 8}', [Job(7, '{"prompt": "x"}')], deadline_s=3600)
+    base = Acceptance(id, POOL, '{"max_tokens": 8}', [Job(7, '{"prompt": "x"}')], deadline_s=3600, max_tokens=8)
     return replace(base, **more)
 
 

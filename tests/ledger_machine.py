@@ -18,6 +18,7 @@ from tasks import keys
 from tasks.calls import Call
 from tasks.entries import decode
 from tasks.settings import Settings
+from tests.ledger_counts import check_counts
 from tests.ledger_deliverers import LEASE_S, Deliverer, Told
 from tests.ledger_harness import (
     POOL,
@@ -33,16 +34,28 @@ from tests.ledger_harness import (
 from tests.ledger_workers import SLOTS, Script, SimulatedWorker
 
 T = TypeVar("T")
-SETTINGS = Settings(retention_s=3600, idempotency_s=3600, max_deaths=6, max_claims=8)
+#: So many jobs may wait: one less than there are.
+MOST_WAITING = 4
+SETTINGS = Settings(retention_s=3600, idempotency_s=3600, max_deaths=6, max_claims=8, max_queued_jobs=MOST_WAITING)
 #: One job kills its process at token 4; the others are innocent.
 SCRIPTS = {"a": Script(10), "b": Script(3), "c": Script(7), "d": Script(12), "poison": Script(8, poison_at=4)}
 JOBS = tuple(SCRIPTS)
 #: These have a webhook.
 TOLD = ("a", "c", "poison")
 URL = "https://example.com/hook"
-#: The API key that all of them are made with.
-OWNER = "key_machine"
+#: The API keys that they are made with; "all" is made without one.
+OWNERS = {"a": "key_x", "b": "key_x", "c": "key_y", "d": keys.NO_KEY, "poison": "key_y"}
+KEYS = ("key_x", "key_y")
 DEADLINE_S = 7200
+SHARED = (
+    *(keys.DUE, keys.TICK, keys.GRACE, keys.POOLS, keys.HOOKS, keys.HOOK_WORKERS),
+    *(
+        key(POOL)
+        for key in (keys.wait, keys.invited, keys.queued, keys.load, keys.shares, keys.use, keys.lost, keys.rate)
+    ),
+    *(key for owner in (*KEYS, keys.NO_KEY) for key in (keys.jobs(owner), keys.own(POOL, owner))),
+    *(keys.live(owner) for owner in KEYS),
+)
 ENDED = ("succeeded", "failed", "cancelled", "expired")
 CELERY_STATES = {"succeeded": "SUCCESS", "failed": "FAILURE", "cancelled": "REVOKED", "expired": "FAILURE"}
 
@@ -96,10 +109,19 @@ class World:
 
     def accept(self, id: str, twice: bool = False) -> None:
         for _ in range(1 + twice):
-            self.ledger.accept(id, deadline_s=DEADLINE_S, webhook=URL if id in TOLD else "", owner=OWNER)
-            self.seen[id].accepted = True
+            is_full = self._num_waiting() >= MOST_WAITING
+            was_accepted = self.seen[id].accepted
+            self.seen[id].accepted = was_accepted or not is_full
+            webhook = URL if id in TOLD else ""
+            verdict = self.ledger.accept(id, deadline_s=DEADLINE_S, webhook=webhook, owner=OWNERS[id]).verdict
+            assert verdict == ("again" if was_accepted else "full_jobs" if is_full else "ok")
             self.check()
         self.pump()
+
+    def _num_waiting(self) -> int:
+        """Jobs that wait, and those of which the keeper knows that their worker is gone."""
+        lost = self.client.zcount(keys.lost(POOL), self.ledger.now_ms + 1, "+inf")
+        return int(str(self.client.zcard(keys.wait(POOL)))) + int(str(lost))
 
     def cancel(self, id: str) -> None:
         if self.seen[id].accepted:
@@ -275,17 +297,25 @@ class World:
                 pipeline.zscore(keys.HOOKS, id)
                 for key in (keys.record(id), keys.log(id), keys.text(id), f"celery-task-meta-{id}"):
                     pipeline.pexpiretime(key)
-            shared = (keys.DUE, keys.wait(POOL), keys.invited(POOL), keys.HOOKS, keys.HOOK_WORKERS)
-            for key in (*shared, keys.jobs(OWNER), keys.live(OWNER), keys.TICK, keys.GRACE):
+            for key in SHARED:
                 pipeline.pexpiretime(key)
-            pipeline.zrange(keys.live(OWNER), 0, -1)
-            *found, live = pipeline.execute()
+            for owner in KEYS:
+                pipeline.zrange(keys.live(owner), 0, -1)
+            found: list[Any] = pipeline.execute()
+        live = dict(zip(KEYS, found[-len(KEYS) :], strict=True))
+        found = found[: -len(KEYS)]
         size = 12
         for i, id in enumerate(JOBS):
             self._check_job(id, *found[i * size : (i + 1) * size])
         assert all(expires != -1 for expires in found[len(JOBS) * size :]), "a shared key without an expiry"
-        going = {id for id, seen in self.seen.items() if seen.record and seen.record["status"] not in ENDED}
-        assert set(live) == going, "a key has at once what has not ended"
+        for owner, ids in live.items():
+            going = {
+                id
+                for id, seen in self.seen.items()
+                if seen.record and seen.record["status"] not in ENDED and OWNERS[id] == owner
+            }
+            assert set(ids) == going, "a key has at once what has not ended"
+        check_counts(self.client, POOL)
         for worker in self.workers:
             assert len(worker.slots) <= SLOTS
 

@@ -150,9 +150,7 @@ ENDS = (
     Mutation(
         "release: its place in the queue",
         "a hand-back would send the oldest job to the end",
-        one(
-            "redis.call('ZADD', wait_key(j.pool), j.order, id)", "redis.call('ZADD', wait_key(j.pool), int(NOW_US), id)"
-        ),
+        one("weight_of_record(id), j.order, redis", "weight_of_record(id), int(NOW_US), redis"),
         (test_ledger_ends.test_a_job_that_is_handed_back_keeps_its_place_and_is_not_charged,),
     ),
     Mutation(

@@ -131,7 +131,7 @@ REAPER = (
     Mutation(
         "pump: few messages in the broker",
         "messages fix their order: priorities and places in the queue would mean nothing",
-        one("local room = free + 2 - pending", "local room = 1000"),
+        one("local room = crew.free + 2 - pending", "local room = 1000"),
         (test_ledger_reaper.test_as_many_are_invited_as_slots_are_free_and_two_more_in_order,),
     ),
     Mutation(
@@ -146,21 +146,24 @@ REAPER = (
     Mutation(
         "pump: a ready worker",
         "invitations would pile up in front of nobody",
-        one("if not ready then return {} end"),
+        one("if not crew.ready then return {} end"),
         (test_ledger_reaper.test_nobody_is_invited_while_no_worker_of_the_pool_is_ready,),
     ),
     Mutation(
         "pump: another model's jobs are passed over",
         "a job that only another worker may go on with would block the queue",
-        one("elseif free == 0 or j.fingerprint == '' or j.k == '0' or prints[j.fingerprint] then", "else"),
+        one("elseif crew.free == 0 or j.fingerprint == '' or j.k == '0' or crew.prints[j.fingerprint] then", "else"),
         (test_ledger_reaper.test_a_job_is_passed_over_where_no_free_slot_serves_its_model,),
     ),
     Mutation(
         "pump: only what is queued",
         "a job that is gone would be invited for ever",
-        one(
-            "if j.status ~= 'queued' then\n          redis.call('ZREM', wait_key(pool), id)",
-            "if false then\n          redis.call('ZREM', wait_key(pool), id)",
+        (
+            (
+                "if j.status ~= 'queued' then\n        leave_queues(id, pool)",
+                "if false then\n        leave_queues(id, pool)",
+            ),
+            ("  if not crew.ready then return {} end\n  Q.check(pool)\n", "  if not crew.ready then return {} end\n"),
         ),
         (test_ledger_reaper.test_a_job_that_is_claimed_or_ended_is_not_invited,),
     ),

@@ -13,7 +13,7 @@ ACCEPT = (
     Mutation(
         "accept: an id that is known",
         "a client or a lost reply sends an acceptance again: it would queue a job that runs or has ended anew",
-        one("if redis.call('EXISTS', record_key(R.id), group_key(R.id)) > 0 then return { 'again', R.id } end"),
+        one("if redis.call('EXISTS', record_key(R.id), group_key(R.id)) > 0 then return { 'again', R.id, '' } end"),
         (
             test_ledger.test_the_same_acceptance_again_changes_nothing,
             test_ledger.test_the_same_group_again_changes_nothing,

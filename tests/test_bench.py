@@ -33,6 +33,17 @@ FIGURES: dict[str, dict[str, str | None]] = {
         "p95 of 100 clients that ask once a second: riding / idle": "<= 2",
         "p95 of 100 clients that ask at once again: riding / idle": "<= 2",
     },
+    "eta": {"median error of the ETA at submission": "<= 0.3"},
+    "load": {
+        "jobs/s at 2 times the rate / at saturation": ">= 0.95",
+        "jobs/s at 10 times the rate / at saturation": ">= 0.95",
+        "answers other than 202 and an honest 503 at 10 times the rate": "<= 0",
+        "accepted jobs that did not end well at 10 times the rate": "<= 0",
+    },
+    "idle": {
+        "95 % of submissions, 50 polls and streams open": "<= 50",
+        "memory of the API for each of them": "<= 100",
+    },
     "memory": {
         "worker's parent process, the most over 60 jobs": "<= 250",
         "API, the most over 60 jobs": "<= 150",

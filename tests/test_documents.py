@@ -58,9 +58,11 @@ def test_every_key_of_the_ledger_is_in_the_table_of_keys() -> None:
         keys.minute("<key>"),
         keys.files("<key>"),
         keys.batches("<key>"),
+        *(key("<pool>") for key in (keys.queued, keys.load, keys.shares, keys.use, keys.rate, keys.lost)),
+        keys.own("<pool>", "<owner>").replace("7", "<length>"),
     ):
         assert f"`{example}`" in table
-    shared = (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA, keys.VERSIONS)
+    shared = (keys.DUE, keys.TICK, keys.GRACE, keys.REAPER, keys.MODELS, keys.SCHEMA, keys.VERSIONS, keys.POOLS)
     assert f"`{keys.WEBHOOK_QUEUE}`" in table
     of_keys = (keys.API_KEYS, keys.API_KEYS_REVISION)
     for constant in (

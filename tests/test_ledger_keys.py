@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import redis
@@ -105,11 +106,13 @@ def test_a_look_says_how_jobs_and_groups_stand(ledger: LedgerOnAClock) -> None:
     ledger.accept("second")
     ledger.accept_group("g")
     rider = ledger.ride("riding", tokens=2)
-    first, second, group, riding, nobody = ledger.run(ledger.calls.look(["first", "second", "g", "riding", "nobody"]))
+    ids = ["first", "second", "g", "riding", "nobody"]
+    first, second, group, riding, nobody = ledger.run(ledger.calls.look(ids, outlook=True))
     assert first is not None and second is not None and group is not None and riding is not None  # noqa: PT018
     assert (first.position, second.position, first.has_worker) == (1, 2, False)
     assert (riding.k, riding.lease_ms) == (2, 8000 - 1)
     assert (group.status, nobody) == ("queued", None)
+    assert ledger.run(ledger.calls.look(["second"])) == [replace(second, position=0)]
     ledger.finish(rider)
     (ended,) = ledger.run(ledger.calls.look(["riding"]))
     assert ended is not None

@@ -34,10 +34,11 @@ class Feeder:
     async def next_page(self, batch: str, state: BatchState) -> FeedPage | None:
         """The next lines; None where there are none, or no room for them."""
         room = min(self._window - len(state.open), _PAGE_JOBS)
+        queue_room = _PAGE_JOBS if state.room is None else state.room
         if state.fed or (room <= 0 and not state.ending):
             return None
         items: list[FeedItem] = []
-        num_jobs = num_bytes = 0
+        num_jobs = num_sequences = num_bytes = 0
         at, done = state.at, False
         try:
             file = await self._store.get(state.file, "")
@@ -46,8 +47,13 @@ class Feeder:
                     if num_jobs >= room and not state.ending:
                         break
                     item = await self._item(batch, state, line)
+                    sequences = 0 if item.acceptance is None else len(item.acceptance.jobs)
+                    # one that is larger than all the room is offered alone: the ledger takes it when nothing waits
+                    if sequences and num_jobs and num_sequences + sequences > queue_room:
+                        break
                     items.append(item)
                     num_jobs += item.acceptance is not None
+                    num_sequences += sequences
                     num_bytes += len(line.data or b"") + len(item.answer)
                 at = line.next
                 if len(items) >= _PAGE_LINES or num_bytes >= _PAGE_BYTES:

@@ -147,7 +147,9 @@ class BatchRunner:
         if page is not None:
             verdict = await ledger.run(self.calls.feed(id, page))
             if verdict != "ok":
-                _log.debug("batch_page_came_late", batch=id, verdict=verdict)
+                _log.debug("batch_page_not_taken", batch=id, verdict=verdict)
+            if verdict == "full":
+                return bool(answers)  # until something else has left the queue
             pools = {item.acceptance.pool for item in page.items if item.acceptance is not None}
             for pool in pools:
                 self._service.wake_pool(pool)

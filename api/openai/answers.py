@@ -19,9 +19,9 @@ ERRORS: Final[dict[int | str, dict[str, Any]]] = {
         (409, "The job or batch has not ended, or was cancelled, or the Idempotency-Key was used with another body."),
         (413, "The body or file is larger than it may be, or there is no room left for files."),
         (415, "The body is not JSON; that of an upload is no form."),
-        (429, "The API key has used up its minute, or has as many jobs as it may."),
+        (429, "The API key has used up its minute, or more of its jobs or tokens wait or run than may."),
         (500, "The job failed."),
-        (503, "Redis or a worker is away, or full."),
+        (503, "Redis or a worker is away, or Redis or the queue is full."),
         (504, "The job goes on and the wait was too long, or its deadline passed."),
     )
 }

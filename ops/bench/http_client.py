@@ -60,14 +60,26 @@ class HttpConnection:
 
     async def get(self, path: str) -> bytes:
         """Body of the answer. Raises OperationError where it is none of success."""
-        async with asyncio.timeout(BOUND_S):
-            return await self._call("GET", path, b"")
+        return (await self._succeed("GET", path, b""))[1]
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer's JSON object. Raises OperationError where the answer is none of success."""
-        async with asyncio.timeout(BOUND_S):
-            answer: dict[str, Any] = json.loads(await self._call("POST", path, json.dumps(body).encode()))
+        answer: dict[str, Any] = json.loads((await self._succeed("POST", path, json.dumps(body).encode()))[1])
         return answer
+
+    async def try_post(self, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Status and JSON object of the answer, whatever it is."""
+        async with asyncio.timeout(BOUND_S):
+            head, received = await self._call("POST", path, json.dumps(body).encode())
+        answer: dict[str, Any] = json.loads(received)
+        return _status(head), answer
+
+    async def open_stream(self, path: str) -> None:
+        """Get an event stream, and leave it open, unread. Raises OperationError where there is none."""
+        async with asyncio.timeout(BOUND_S):
+            head, received = await self._exchange("GET", path, b"")
+        if _status(head) != 200:
+            raise _refused(head, "GET", path, received)
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> Stream:
         """Post, and read the events to their end. Raises OperationError where a job did not succeed."""
@@ -118,15 +130,21 @@ class HttpConnection:
             received += piece
         return bytes(received[:end]).lower(), received[end + 4 :]
 
-    async def _call(self, method: str, path: str, payload: bytes) -> bytes:
+    async def _succeed(self, method: str, path: str, payload: bytes) -> tuple[bytes, bytes]:
+        async with asyncio.timeout(BOUND_S):
+            head, received = await self._call(method, path, payload)
+        if _status(head) // 100 != 2:
+            raise _refused(head, method, path, bytearray(received))
+        return head, received
+
+    async def _call(self, method: str, path: str, payload: bytes) -> tuple[bytes, bytes]:
+        """The answer's head and its whole body."""
         head, received = await self._exchange(method, path, payload)
         reader, _ = self._open()
         length = next((int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")), 0)
         if len(received) < length:
             received += await reader.readexactly(length - len(received))
-        if not head.split(b" ", 2)[1].startswith(b"2"):
-            raise _refused(head, method, path, received)
-        return bytes(received)
+        return head, bytes(received)
 
 
 def dechunked(body: bytes) -> bytes:
@@ -142,7 +160,11 @@ def dechunked(body: bytes) -> bytes:
         at = line_end + 2 + size + 2
 
 
+def _status(head: bytes) -> int:
+    return int(head.split(b" ", 2)[1])
+
+
 def _refused(head: bytes, method: str, path: str, body: bytearray) -> OperationError:
-    status = head.split(b" ", 2)[1].decode()
+    status = _status(head)
     shown = bytes(body[:300]).decode(errors="replace")
     return OperationError(f"{method} {path}: the service answered {status}: {shown}", "Look at its log")

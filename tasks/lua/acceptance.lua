@@ -5,28 +5,32 @@
 local PRIORITY_STEP_US = 150000000
 local NORMAL = 5
 
+-- Where a request's first job stands in the order of all: when it came, moved by its priority.
+local function first_order(R, place) return NOW_US + place + (R.priority - NORMAL) * PRIORITY_STEP_US end
+
 -- R: the request (tasks/calls.py), inputs: the input of each job as JSON, kept verbatim; place: microseconds behind now,
 -- so that what one call accepts keeps its order. The caller has seen that nothing has this id.
 local function accept(R, inputs, place)
   local deadline = NOW + R.deadline
   if R.latest then deadline = math.min(deadline, R.latest) end
   local expires = int(deadline + kept_for(R.idem))
-  local first = NOW_US + place + (R.priority - NORMAL) * PRIORITY_STEP_US
-
+  local first = first_order(R, place)
   local version = version_to_write()
 
   local function record(id, i, group)
+    -- lines of batches wait outside of the caps: the feeder takes only what there is room for
+    local weight = Q.weigh(R.tokens[i], R.max, R.default_tokens ~= '', R.batch == '', R.key)
     redis.call('HSET', record_key(id), 'v', version, 'id', id, 'status', 'queued', 'epoch', '0', 'owner', '', 'lease', '0', 'stop', '',
       'k', '0', 'claims', '0', 'claim_k', '0', 'strikes', '0', 'deaths', '0', 'struck_at', '-1', 'boarded', '', 'died_gen', '',
       'params', R.params, 'seed', R.seeds[i], 'input', inputs[i], 'fingerprint', '', 'pool', R.pool, 'model', R.model,
       'deadline', int(deadline), 'created_at', int(NOW), 'order', int(first + i), 'priority', int(R.priority), 'group', group,
       'idem', group == '' and R.idem or '', 'native', R.native, 'metadata', group == '' and R.metadata or '', 'default_tokens',
       R.default_tokens, 'user', R.user, 'request', group == '' and R.request or '', 'batch', group == '' and R.batch or '',
-      'key', R.key, 'counted', R.counted and R.counted[i] or '')
+      'key', R.key, 'counted', R.counted and R.counted[i] or '', 'weight', weight)
     redis.call('SET', text_key(id), '')
     redis.call('PEXPIREAT', record_key(id), expires)
     redis.call('PEXPIREAT', text_key(id), expires)
-    redis.call('ZADD', wait_key(R.pool), int(first + i), id)
+    Q.join(id, R.pool, weight, int(first + i), tonumber(expires))
     set_due(id, deadline, tonumber(expires))
   end
 
@@ -44,5 +48,4 @@ local function accept(R, inputs, place)
     redis.call('HSET', idem_key(R.idem), 'id', R.id, 'body', R.body)
     redis.call('PEXPIREAT', idem_key(R.idem), expires)
   end
-  keep_until(wait_key(R.pool), expires)
 end

@@ -53,7 +53,7 @@ local epoch = int(tonumber(j.epoch) + 1)
 local lease = NOW + C.lease
 redis.call('HSET', key, 'status', 'running', 'epoch', epoch, 'owner', R.nonce, 'incarnation', R.incarnation, 'worker', R.worker,
   'lease', int(lease), 'boarded', '', 'died_gen', '', 'claims', int(claims), 'claim_k', j.k, 'fingerprint', R.fingerprint,
-  'invites', '0', 'unserved_since', '')
+  'invites', '0', 'unserved_since', '', 'claimed_at', int(NOW))
 redis.call('HINCRBY', key, 'rides', 1)
 if j.started_at == '' then redis.call('HSET', key, 'started_at', int(NOW)) end
 set_due(id, due_of(lease, '', tonumber(j.deadline)), redis.call('PEXPIRETIME', key))

@@ -23,6 +23,7 @@ local function group_key(id) return P .. 'g:' .. id end
 local function idem_key(hash) return P .. 'idem:' .. hash end
 local function wait_key(pool) return P .. 'wait:' .. pool end
 local function inv_key(pool) return P .. 'inv:' .. pool end
+local function lost_key(pool) return P .. 'lost:' .. pool end
 local function pool_workers_key(pool) return P .. 'ws:' .. pool end
 local function worker_key(incarnation) return P .. 'w:' .. incarnation end
 local function queue_key(pool) return 'carpool.' .. pool end
@@ -33,6 +34,8 @@ local function live_key(key) return P .. 'live:' .. key end
 local DUE = P .. 'due'
 local SCHEMA = P .. 'schema'
 local HOOKS = P .. 'hook'
+-- What waits, whose turn it is, how long that takes: queue.lua, shares.lua and rates.lua, which stand behind this part.
+local Q = {}
 
 local function publish(id, data) redis.call('PUBLISH', P .. C.db .. ':c:' .. id, data) end
 
@@ -135,6 +138,7 @@ end
 local function leave_queues(id, pool)
   redis.call('ZREM', wait_key(pool), id)
   redis.call('ZREM', inv_key(pool), id)
+  Q.leave(id, pool)
 end
 
 -- Date and time of NOW in ISO 8601, for Celery's records. Civil-from-days as in Howard Hinnant's date algorithms.
@@ -184,22 +188,28 @@ local function webhook_json(id, has_ended)
     quote(status), ',"attempts":[', table.concat(attempts, ','), '],"next_attempt_at":', seconds_or_null(next_at), '}' })
 end
 
+local function int_or_null(n) return n and int(n) or 'null' end
+local function eta_json(ms) return ms and string.format('%.1f', ms / 1000) or 'null' end
+
+-- Place in the queue and ms until the end that can be expected, each nil where there is none. `j`: status, pool, weight, k, lease.
+local function outlook_of(id, j)
+  if j.status == 'queued' then return Q.outlook(j.pool, id, j.weight) end
+  if j.status == 'running' and tonumber(j.lease) >= NOW then return nil, Q.riding_eta_ms(j.pool, j.weight, tonumber(j.k)) end
+end
+
 -- The object of GET /jobs/{id} for one job, as JSON; false where there is no record.
 local function job_view(id)
   local j = fields(record_key(id), 'status', 'model', 'seed', 'created_at', 'started_at', 'finished_at', 'rides', 'k',
-    'finish_reason', 'prompt_tokens', 'error', 'stop', 'pool', 'metadata', 'group', 'deadline', 'deaths', 'priority', 'webhook')
+    'finish_reason', 'prompt_tokens', 'error', 'stop', 'pool', 'metadata', 'group', 'deadline', 'deaths', 'priority', 'webhook',
+    'weight', 'lease')
   if j.status == '' then return false end
-  local position = 'null'
-  if j.status == 'queued' then
-    local rank = redis.call('ZRANK', wait_key(j.pool), id)
-    if rank then position = int(rank + 1) end
-  end
+  local place, eta = outlook_of(id, j)
   return table.concat({
     '{"id":', quote(id), ',"object":"job","status":', quote(j.status), ',"model":', quote(j.model), ',"seed":', j.seed,
     ',"created_at":', seconds_or_null(j.created_at), ',"started_at":', seconds_or_null(j.started_at),
     ',"finished_at":', seconds_or_null(j.finished_at), ',"deadline_at":', seconds_or_null(j.deadline),
     ',"priority":', j.priority == '' and '5' or j.priority,
-    ',"queue_position":', position, ',"eta_s":null,"attempts":', j.rides == '' and '0' or j.rides,
+    ',"queue_position":', int_or_null(place), ',"eta_s":', eta_json(eta), ',"attempts":', j.rides == '' and '0' or j.rides,
     ',"cancel_requested":', j.stop == 'cancelled' and 'true' or 'false',
     ',"text":', quote(redis.call('GET', text_key(id)) or ''), ',"finish_reason":', quote_or_null(j.finish_reason),
     ',"usage":', usage_json(j.prompt_tokens, j.k), ',"error":', number_or_null(j.error),
@@ -214,9 +224,18 @@ local function group_view(id)
     'error', 'deadline', 'finish_reason', 'stop', 'priority')
   if g.status == '' then return false end
   local children, texts, prompt_tokens, tokens, started, riding = {}, {}, 0, 0, '', 0
+  local place, eta, last
   for i = 0, tonumber(g.n) - 1 do
     local child = id .. '.' .. int(i)
-    local c = fields(record_key(child), 'prompt_tokens', 'k', 'started_at', 'rides')
+    local c = fields(record_key(child), 'status', 'prompt_tokens', 'k', 'started_at', 'rides', 'pool', 'weight', 'lease')
+    if c.status == 'running' then
+      local _, ms = outlook_of(child, c)
+      eta = ms and math.max(ms, eta or 0) or eta
+    elseif c.status == 'queued' then
+      -- it waits until its first child rides, and ends with its last
+      place = place or (outlook_of(child, c))
+      last = { child, c }
+    end
     children[#children + 1] = quote(child)
     texts[#texts + 1] = quote(redis.call('GET', text_key(child)) or '')
     prompt_tokens = prompt_tokens + tonumber(c.prompt_tokens == '' and 0 or c.prompt_tokens)
@@ -225,13 +244,14 @@ local function group_view(id)
     if c.started_at ~= '' and (started == '' or tonumber(c.started_at) < tonumber(started)) then started = c.started_at end
   end
   local status = g.status
-  if status == 'queued' and started ~= '' then status = 'running' end
+  if last then eta = select(2, outlook_of(last[1], last[2])) end
+  if status == 'queued' and started ~= '' then status, place = 'running', nil end
   return table.concat({
     '{"id":', quote(id), ',"object":"job","status":', quote(status), ',"model":', quote(g.model), ',"seed":', g.seed,
     ',"created_at":', seconds_or_null(g.created_at), ',"started_at":', seconds_or_null(started),
     ',"finished_at":', seconds_or_null(g.finished_at), ',"deadline_at":', seconds_or_null(g.deadline),
     ',"priority":', g.priority == '' and '5' or g.priority,
-    ',"queue_position":null,"eta_s":null,"attempts":', int(riding),
+    ',"queue_position":', int_or_null(place), ',"eta_s":', eta_json(eta), ',"attempts":', int(riding),
     ',"cancel_requested":', g.stop == 'cancelled' and 'true' or 'false',
     ',"text":null,"texts":[', table.concat(texts, ','), '],"children":[', table.concat(children, ','),
     '],"finish_reason":', quote_or_null(g.finish_reason), ',"usage":', usage_json(int(prompt_tokens), int(tokens)),
@@ -311,7 +331,7 @@ end
 local function terminal(id, status, finish_reason, error, tail)
   local key = record_key(id)
   local j = fields(key, 'v', 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens', 'batch', 'key',
-    'counted', 'created_at', 'webhook')
+    'counted', 'created_at', 'webhook', 'weight', 'charged', 'rides', 'claim_k', 'claimed_at')
   if j.status ~= 'queued' and j.status ~= 'running' then return false end
   local reason = reason_of(error) -- before anything is written: there is no rollback
   local epoch = int(tonumber(j.epoch) + 1)
@@ -325,6 +345,8 @@ local function terminal(id, status, finish_reason, error, tail)
   leave_queues(id, j.pool)
   redis.call('ZREM', DUE, id)
   leave_key(id, j)
+  Q.settle(j.pool, j)
+  if status == 'succeeded' then Q.measure(j.pool, j) end
   publish(id, data)
   -- the children of a group stay until the group has ended, so that its texts are whole, and a line of a batch until its
   -- answer is in the batch's output
@@ -385,14 +407,6 @@ end
 -- A fence: only the owner of this very claim may write.
 local function owned(j, epoch, nonce) return j.status == 'running' and j.epoch == epoch and j.owner == nonce end
 
--- Is there a live worker of the pool in this state?
-local function has_worker(pool, state)
-  for _, incarnation in ipairs(redis.call('ZRANGEBYSCORE', pool_workers_key(pool), int(NOW), '+inf')) do
-    if redis.call('HGET', worker_key(incarnation), 'state') == state then return true end
-  end
-  return false
-end
-
 -- A Celery message, into the broker's list. `template` is kombu's message for no task in particular
 -- (tasks/invitations.py); '' sends none, for a caller that has a broker of its own.
 local function send_message(template, queue, task)
@@ -409,42 +423,32 @@ local function send_invitation(template, pool, id) send_message(template, queue_
 -- So few messages are in the broker that the wait set alone decides the order: the free slots and two more. What lies in
 -- the broker counts too, or full workers would have the same jobs invited again every 3 s.
 local function invite_waiting(pool, template)
-  local free, ready, prints = 0, false, {}
-  for _, incarnation in ipairs(redis.call('ZRANGEBYSCORE', pool_workers_key(pool), int(NOW), '+inf')) do
-    local w = fields(worker_key(incarnation), 'state', 'free', 'fingerprint')
-    if w.state == 'ready' then
-      ready = true
-      local slots = tonumber(w.free == '' and 0 or w.free)
-      free = free + slots
-      if slots > 0 then prints[w.fingerprint] = true end
-    end
-  end
-  if not ready then return {} end
+  local crew = Q.crew(pool)
+  if not crew.ready then return {} end
+  Q.check(pool)
   local young = NOW - C.invitation
   local inv = inv_key(pool)
   local pending = math.max(redis.call('ZCOUNT', inv, int(young), '+inf'), redis.call('LLEN', queue_key(pool)))
-  local room = free + 2 - pending
-  local invited, offset = {}, 0
+  local room = crew.free + 2 - pending
+  local invited, next_job = {}, Q.in_order(pool, young)
   while room > 0 do
-    local page = redis.call('ZRANGE', wait_key(pool), offset, offset + 31)
-    if #page == 0 then break end
-    for _, id in ipairs(page) do
-      local mark = redis.call('ZSCORE', inv, id)
-      if not mark or tonumber(mark) < young then
-        local j = fields(record_key(id), 'fingerprint', 'k', 'status')
-        if j.status ~= 'queued' then
-          redis.call('ZREM', wait_key(pool), id)
-          offset = offset - 1
-        elseif free == 0 or j.fingerprint == '' or j.k == '0' or prints[j.fingerprint] then
-          redis.call('ZADD', inv, int(NOW), id)
-          send_invitation(template, pool, id)
-          invited[#invited + 1] = id
-          room = room - 1
-          if room == 0 then break end
-        end
+    local id, queue = next_job()
+    if not id then break end
+    local mark = redis.call('ZSCORE', inv, id)
+    if not mark or tonumber(mark) < young then
+      local j = fields(record_key(id), 'fingerprint', 'k', 'status', 'weight', 'charged')
+      if j.status ~= 'queued' then
+        leave_queues(id, pool)
+        queue.offset = queue.offset - 1
+      elseif crew.free == 0 or j.fingerprint == '' or j.k == '0' or crew.prints[j.fingerprint] then
+        redis.call('ZADD', inv, int(NOW), id)
+        send_invitation(template, pool, id)
+        invited[#invited + 1] = id
+        queue.time = queue.time + (Q.charge(pool, id, j.weight, j.charged) or 0)
+        queue.served = nil
+        room = room - 1
       end
     end
-    offset = offset + #page
   end
   if #invited > 0 then keep_until(inv, int(NOW + C.deadline_most + C.retention)) end
   return invited

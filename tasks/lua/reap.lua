@@ -93,6 +93,7 @@ for _, id in ipairs(ids) do
       local invites = tonumber(j.invites == '' and 0 or j.invites)
       if invite(id, j, invited) then redis.call('HSET', key, 'invites', int(math.min(invites + 1, 10))) end
       set_due(id, NOW + math.min(C.invitation * 2 ^ invites, C.look_again), expires)
+      Q.lose(id, j.pool, NOW + C.look_again + 2000)
     end
   end
 end
