@@ -6,7 +6,7 @@ and the contract is written once. docs/protocol.md explains the transitions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import TypeVar
@@ -21,9 +21,12 @@ from tasks.settings import Settings
 T = TypeVar("T")
 
 
-#: Parts that all scripts have, in this order.
-_ALWAYS = ("prelude", "queue", "shares", "rates")
-#: Parts that some scripts share, and stand before them in this order.
+#: What waits, whose turn it is, and how long that takes: scripts have it in the table Q. In two parts, the second of which
+#: many calls do without.
+_QUEUE = (("queue",), ("shares", "rates"))
+#: A part that reads the inside of those.
+_INSIDE = "admission"
+#: Parts that some scripts share, and stand before them in this order. All have the prelude.
 _FILES = ("files",)
 _BATCHES = ("files", "batches")
 _WEBHOOKS = ("webhooks",)
@@ -60,7 +63,34 @@ def _sources() -> dict[str, str]:
 def script_text(name: str) -> str:
     """A script as the server gets it."""
     shebang = "#!lua" if name in _NEW_WORK else "#!lua flags=allow-oom"
-    return "\n".join([shebang, *(_sources()[part] for part in (*_ALWAYS, *PARTS.get(name, ()), name))])
+    parts = PARTS.get(name, ())
+    queue = _at_once if _INSIDE in parts else _when_needed
+    rest = (_sources()[part] for part in (*parts, name))
+    return "\n".join([shebang, _sources()["prelude"], queue(_QUEUE), *rest])
+
+
+def _at_once(parts: Sequence[Sequence[str]]) -> str:
+    return "\n".join(_sources()[name] for names in parts for name in names)
+
+
+def _when_needed(parts: Sequence[Sequence[str]]) -> str:
+    """Parts that fill the table Q when a call first wants a function of it.
+
+    The server keeps a script compiled, but makes each of its functions anew with every call. A decoding step, the most
+    frequent call of all, would spend a third of its time on these and end no job.
+    """
+    if not parts:
+        return ""
+    return "\n".join(
+        [
+            "setmetatable(Q, { __index = function(_, name)",
+            "setmetatable(Q, nil)",
+            *(_sources()[name] for name in parts[0]),
+            _when_needed(parts[1:]),
+            "return Q[name]",
+            "end })",
+        ]
+    )
 
 
 class SyncLedger:

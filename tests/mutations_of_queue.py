@@ -48,7 +48,7 @@ ADMISSION = (
         "admission: a hand-back is counted",
         "a drain would let in as many again as it hands back",
         one(
-            "Q.join(id, j.pool, j.weight ~= '' and j.weight or weight_of_record(id), j.order,",
+            "Q.join(id, j.pool, j.weight ~= '' and j.weight or Q.weight_of_record(id), j.order,",
             "redis.call('ZADD', wait_key(j.pool), j.order, id) keep_until(wait_key(j.pool),",
         ),
         (capped(test_ledger_admission.a_hand_back_counts, 2),),

@@ -48,13 +48,13 @@ ACCEPT = (
     Mutation(
         "accept: shared keys live as long as the longest job",
         "a short job's expiry would take the queue away from a long one",
-        one("  redis.call('PEXPIREAT', key, at, 'GT')\n", "  redis.call('PEXPIREAT', key, at)\n"),
+        one("if redis.call('PEXPIRETIME', key) < tonumber(at) then redis.call('PEXPIREAT', key, at) end", "redis.call('PEXPIREAT', key, at)"),
         (test_ledger_keys.test_shared_keys_live_as_long_as_the_longest_job,),
     ),
     Mutation(
         "accept: shared keys get an expiry at first",
-        "GT alone does nothing on a key without one",
-        one("  redis.call('PEXPIREAT', key, at, 'NX')\n"),
+        "a key without one would be left without",
+        one("then redis.call('PEXPIREAT', key, at) end", "then redis.call('PEXPIREAT', key, at, 'GT') end"),
         (test_ledger_keys.test_no_key_of_a_job_is_without_an_expiry_at_any_point_of_its_life,),
         walk=True,
     ),

@@ -47,10 +47,9 @@ local function fields(key, ...)
   return result
 end
 
--- A key shared by many jobs lives as long as the longest of them. GT alone does nothing on a key without a TTL.
+-- A key shared by many jobs lives as long as the longest of them: mostly it does already.
 local function keep_until(key, at)
-  redis.call('PEXPIREAT', key, at, 'NX')
-  redis.call('PEXPIREAT', key, at, 'GT')
+  if redis.call('PEXPIRETIME', key) < tonumber(at) then redis.call('PEXPIREAT', key, at) end
 end
 
 -- Has this idempotency key made something already? Returns again or conflict (with another body), and its id.

@@ -1,6 +1,7 @@
 -- What waits: whose it is and how much. The wait set is the truth. What is counted here changes in the scripts that change
 -- that set, so that no kill can come between; where a process of the release before, which does not count, has changed it,
--- the difference is made up (Q.check). A part of every script (tasks/ledger.py).
+-- the difference is made up (Q.check). A part of every script, made when it needs one of
+-- these functions (tasks/ledger.py).
 
 local POOLS = P .. 'pools'
 
@@ -28,6 +29,8 @@ local function weight_of_record(id)
   local max = j.params ~= '' and tonumber(cjson.decode(j.params).max_tokens) or 0
   return Q.weigh(max, max, j.default_tokens ~= '', true, 'all')
 end
+
+Q.weight_of_record = weight_of_record
 
 local function count(pool, w, by)
   local load = load_key(pool)
