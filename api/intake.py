@@ -185,7 +185,7 @@ class Intake:
         counts = await self._check(draft, model)
         await self._check_worker(draft, alias)
         id = draft.new_id()
-        acceptance = self._acceptance(draft, alias, model, id)
+        acceptance = self._acceptance(draft, alias, model, id, counts)
         ids = [id] if ends_only else draft.sequence_ids(id)
         # The subscription is on its way together with the acceptance. Without a connection it goes first, so that
         # nothing is started that nobody can follow.

@@ -21,8 +21,8 @@ from tasks.settings import Settings
 T = TypeVar("T")
 
 
-#: What waits, whose turn it is, and how long that takes: scripts have it in the table Q. In two parts, the second of which
-#: many calls do without.
+#: What waits, whose turn it is, and how long that takes: scripts have it in the table Q. In two parts, the second of
+#: which many calls do without.
 _QUEUE = (("queue",), ("shares", "rates"))
 #: A part that reads the inside of those.
 _INSIDE = "admission"

@@ -149,8 +149,8 @@ class Accepted:
     Refused, and nothing written: own_full_jobs, own_full_tokens, full_jobs, full_tokens (a cap of the owner or of all),
     never_fits_jobs, never_fits_tokens (a cap is less than this request alone), late (not done by its deadline), limited
     (its key may not, as `over` says).
-    `queue`: what waits now, with the job where it is ok; `spent`: what is left of the key's minute. Both None where nothing
-    was decided anew, and `spent` where nothing is counted or the queue refused first.
+    `queue`: what waits now, with the job where it is ok; `spent`: what is left of the key's minute. Both None where
+    nothing was decided anew, and `spent` where nothing is counted or the queue refused first.
     """
 
     verdict: str

@@ -48,7 +48,10 @@ ACCEPT = (
     Mutation(
         "accept: shared keys live as long as the longest job",
         "a short job's expiry would take the queue away from a long one",
-        one("if redis.call('PEXPIRETIME', key) < tonumber(at) then redis.call('PEXPIREAT', key, at) end", "redis.call('PEXPIREAT', key, at)"),
+        one(
+            "if redis.call('PEXPIRETIME', key) < tonumber(at) then redis.call('PEXPIREAT', key, at) end",
+            "redis.call('PEXPIREAT', key, at)",
+        ),
         (test_ledger_keys.test_shared_keys_live_as_long_as_the_longest_job,),
     ),
     Mutation(

@@ -225,7 +225,7 @@ def _carry_out(order: Order, lanes: Sequence[_Lane]) -> int:
         due = begin + order.interval_s * number / len(lanes)
         if max(due, time.monotonic()) > begin + order.seconds:
             break
-        time.sleep(max(0.0, due - time.monotonic()))
+        time.sleep(max(0.0, due - time.monotonic()))  # the pace is what is measured
         lane = lanes[number % len(lanes)]
         if lane.is_waiting:
             lane.answer()
