@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from redis.exceptions import RedisError
 from starlette.responses import JSONResponse, Response
 
+from api.caller import Caller
 from api.models import Pool, start_worker
 from api.schemas import ErrorAnswer, Health, Ready
 from api.service import Service, service_of
@@ -64,16 +65,18 @@ async def ready(
 ) -> Response:
     """Jobs are run: a worker is ready. Else the message says what is waited for. `models` says how each one is."""
     models, is_told = service_of(request).models, _is_told_details(request)
+    caller: Caller = request.scope["state"].get("caller", Caller())
+    allowed = models.allowed(caller)
     try:
-        pools = await models.pools()
+        pools = [pool for pool in await models.pools() if allowed is None or pool.alias in allowed]
         alias = await models.find(model) if model is not None else None
     except RedisError:
         if is_told:
             raise
         raise CarpoolError("redis_unavailable", "Redis is away. Try again", retry_after_s=1) from None
     if model is not None:
-        if alias is None:
-            raise await models.unknown(model) if is_told else _no_such_model(model)
+        if alias is None or (allowed is not None and alias not in allowed):
+            raise await models.unknown(model, caller) if is_told else _no_such_model(model)
         pools = [pool for pool in pools if pool.alias == alias]
     body: dict[str, Any] = {"status": "ready"}
     if is_told:

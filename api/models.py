@@ -148,9 +148,9 @@ class Models:
             raise await self.unknown(asked, caller)
         return alias, known.get(alias)
 
-    async def unknown(self, asked: str | None, caller: Caller | None = None) -> CarpoolError:
+    async def unknown(self, asked: str | None, caller: Caller) -> CarpoolError:
         """The error for a model that nobody has ever served, or that is none of the caller's."""
-        allowed = self.allowed(caller) if caller is not None else None
+        allowed = self.allowed(caller)
         there = sorted(name for name in await self.known() if allowed is None or name in allowed)
         shown = ", ".join(there) or (self._default if allowed is None else "none yet")
         what = (
@@ -186,7 +186,7 @@ class Models:
         if asked is not None:
             alias = await self.find(asked)
             if alias is None:
-                raise await self.unknown(asked)
+                raise await self.unknown(asked, caller)
         pools = _vllm_pools(await self.workers()) or _vllm_pools(await self.workers(fresh=True))
         if not pools:
             raise CarpoolError(

@@ -202,9 +202,7 @@ class Calls:
     def spend(self, owner: str, limits: KeyLimits) -> Call[tuple[Spent | None, OverLimit | None]]:
         """Count a request that makes no job. Answers what is left, and why it was refused where it was."""
         body = {"key": owner, "limits": _limits_body(limits)}
-        return self._call(
-            "spend", [], (json.dumps(body),), lambda answer: (_parse_spent(answer[0]), _parse_over(answer[1]))
-        )
+        return self._call("spend", [], (json.dumps(body),), _parse_spend)
 
     def forget(self, id: str, owner: str = keys.NO_KEY) -> Call[str]:
         """Delete an ended job or group. Answers forgotten, gone, riding (not ended), child (part of a group) or open (a
@@ -297,6 +295,11 @@ def _parse_spent(found: dict[str, Any] | None) -> Spent | None:
     if found is None:
         return None
     return Spent(*(None if found[what] is None else Allowance(*found[what]) for what in ("requests", "tokens")))
+
+
+def _parse_spend(answer: list[str]) -> tuple[Spent | None, OverLimit | None]:
+    spent, over = (json.loads(part) if part else None for part in answer)
+    return _parse_spent(spent), _parse_over(over)
 
 
 def _parse_over(found: dict[str, Any] | None) -> OverLimit | None:

@@ -203,10 +203,12 @@ def test_a_request_that_leaves_max_tokens_to_us_fits_into_every_limit(
 
 
 def test_the_models_of_a_key_are_all_that_there_is_for_it(settings: Settings, redis_client: redis.Redis) -> None:
-    for age, name in enumerate(("simulated", "other", "third")):
-        register_model(redis_client, ModelInfo(name, name, "simulated", registered_at=time.time() - age))
     everything = make_key(redis_client, "everything")
-    with calling(settings, make_key(redis_client, models="nickname, third")) as client:
+    with contextlib.ExitStack() as stack:
+        for name in ("simulated", "other", "third"):
+            served = settings.model_copy(update={"served_model_name": name})
+            stack.enter_context(ScriptedOwner(served, name=f"worker-{name}")).heartbeat()
+        client = stack.enter_context(calling(settings, make_key(redis_client, models="nickname, third")))
         assert {card["id"] for card in client.get("/v1/models").json()["data"]} == {"other", "nickname", "third"}
         for name in ("other", "nickname", "third"):
             assert client.get(f"/v1/models/{name}").status_code == 200
@@ -220,6 +222,10 @@ def test_the_models_of_a_key_are_all_that_there_is_for_it(settings: Settings, re
         assert client.get("/v1/models/simulated").status_code == 404
         chat = {"model": "simulated", "messages": [{"role": "user", "content": "x"}]}
         assert client.post("/v1/chat/completions", json=chat).status_code == 404
+        assert {pool["model"] for pool in client.get("/health/ready").json()["models"]} == {"other", "third"}
+        assert client.get("/health/ready", params={"model": "nickname"}).status_code == 200
+        hidden = client.get("/health/ready", params={"model": "simulated"})
+        assert (hidden.status_code, hidden.json()["error"]["code"]) == (404, "model_not_found")
         # one that names no model gets one that it may use
         assert submit(client).json()["model"] in ("other", "third")
         seen = client.get("/v1/models", headers=everything.headers).json()["data"]
