@@ -147,6 +147,14 @@ def test_tokens_are_those_of_the_prompt_and_max_tokens(make: Make) -> None:
     check_counts(ledger.client, POOL)
 
 
+def test_a_job_that_is_to_make_nothing_weighs_nothing_and_leaves_the_queue(make: Make) -> None:
+    ledger = make()
+    assert ledger.accept("nothing", jobs=weighing(0), max_tokens=0).verdict == "ok"
+    check_counts(ledger.client, POOL)
+    assert ledger.claim("nothing").id == "nothing"
+    check_counts(ledger.client, POOL)
+
+
 def owners_have_caps_of_their_own(ledger: LedgerOnAClock) -> None:
     for name in NAMES:
         assert accept_all(ledger, 3, owner=name, most_jobs=2) == ["ok", "ok", "own_full_jobs"], name

@@ -10,7 +10,8 @@ if C.clock then TIME = { math.floor(C.clock / 1000), C.clock % 1000 * 1000 } end
 local NOW = tonumber(TIME[1]) * 1000 + math.floor(tonumber(TIME[2]) / 1000)
 local NOW_US = tonumber(TIME[1]) * 1000000 + tonumber(TIME[2])
 
-local function int(x) return string.format('%.0f', x) end
+-- Added to nothing, for -0 would be written "-0", which is no integer to the server.
+local function int(x) return string.format('%.0f', x + 0) end
 local function quote(s) return cjson.encode(s or '') end
 local function quote_or_null(s) if not s or s == '' then return 'null' end return cjson.encode(s) end
 local function number_or_null(s) if not s or s == '' then return 'null' end return s end
