@@ -41,7 +41,7 @@ MAX_TOKENS: Final = 50
 CONTEXT_LENGTH: Final = 2048
 KV_BYTES: Final = 2**30
 #: One client alone gets several requests, so that a round is no shorter than the others.
-_REQUESTS: Final = {1: 3, 4: 8, 16: 32}
+_REQUESTS: Final = {1: 4, 4: 24, 16: 48}
 _PATH: Final = "/v1/completions"
 _READY_S: Final = 600.0
 _PROBE_S: Final = 0.2
