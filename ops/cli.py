@@ -9,6 +9,7 @@ import shlex
 import socket
 import sys
 import traceback
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -171,7 +172,9 @@ def worker(
     )
     name = name or _default_name("worker")
     if check:
-        _check_heartbeat(settings, name)
+        from ops.health import check_health
+
+        typer.echo(check_health(settings, "worker", name, 0, ready=False, without_redis=False))
         return
     from ops import preflight
     from worker.main import run
@@ -181,17 +184,6 @@ def worker(
         preflight.check_model_path(settings)
         preflight.check_redis(settings)
     raise typer.Exit(run(settings, name))
-
-
-def _check_heartbeat(settings: Settings, name: str) -> None:
-    from ops.status import read_heartbeats
-
-    beats = read_heartbeats(settings)
-    found = [beat for beat in beats or () if beat.name == name]
-    if not found:
-        cause = f"No heartbeat of {name}" if beats is not None else "Redis does not answer"
-        raise OperationError(cause, "Look at the worker's log")
-    typer.echo(f"{name}: {found[0].state}")
 
 
 @app.command()
@@ -316,12 +308,48 @@ def redis(
     raise typer.Exit(serve(DataDir(settings.data_dir).redis, settings.drain_s, tenants_fd))
 
 
-@app.command(hidden=True)
-def flower(port: Annotated[int, typer.Option(help="Port on the loopback address.")] = 5555) -> None:
-    """Run Flower on our own Celery application (started by `up --flower`)."""
+@app.command()
+def flower(
+    host: Annotated[str, typer.Option(help="Address it listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port it listens on.")] = 5555,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Run Flower alone, on the Redis of CARPOOL_REDIS_URL, with the password of CARPOOL_FLOWER_PASSWORD_FILE."""
     from ops.flower import run_flower
 
-    run_flower(_settings(), port)
+    run_flower(_settings(redis_url=redis_url), host, port)
+
+
+@app.command()
+def health(
+    role: Annotated[str, typer.Argument(help="api, worker, webhooks or flower.")],
+    name: Annotated[str | None, typer.Option(help="Of a worker, as it was given; else the usual one.")] = None,
+    port: Annotated[int, typer.Option(help="Port of Flower.")] = 5555,
+    ready: Annotated[bool, typer.Option("--ready", help="It has to be able to run jobs, too.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Only whether a restart would help: Redis may be away.")] = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Tell whether this one part lives, for health checks and probes: exit code 0 where it does."""
+    from ops.health import HEALTH_ROLES, check_health
+
+    if role not in HEALTH_ROLES:
+        raise typer.BadParameter(f"{role!r} is none of {', '.join(HEALTH_ROLES)}")
+    if ready and live:
+        raise typer.BadParameter("--ready and --live ask for different things. Give one of them")
+    settings = _settings(redis_url=redis_url)
+    typer.echo(check_health(settings, role, name or _default_name(role), port, ready=ready, without_redis=live))
+
+
+@app.command("make-secrets")
+def make_secrets(
+    folder: Annotated[Path, typer.Argument(help="Folder that gets one folder for each part.")],
+    redis_host: Annotated[str, typer.Option(help="Where the parts reach Redis, HOST or HOST:PORT.")] = "redis:6379",
+) -> None:
+    """Write the passwords of a deployment that are not there yet, each into a file; none is shown."""
+    from ops.deployment_secrets import make_secrets as make
+
+    for path in make(folder, redis_host):
+        typer.echo(f"{path}: written")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 from typing import Any
 
@@ -13,9 +14,13 @@ from flower.views.monitor import Metrics
 from tornado.options import options
 from tornado.web import authenticated
 
+from ops.errors import PreconditionError
 from tasks.app import create_celery
 from tasks.lifeline import watch_lifeline
-from tasks.settings import Settings
+from tasks.settings import Settings, read_secret_file
+
+#: Flower's own variables: either says who may come in.
+_ACCESS_VARIABLES = ("FLOWER_BASIC_AUTH", "FLOWER_AUTH")
 
 
 class _Metrics(Metrics):  # type: ignore[misc] # Flower has no types
@@ -33,12 +38,20 @@ class _Flower(Flower):  # type: ignore[misc] # the same
         self.add_handlers(r".*", [(r"/metrics", _Metrics)])
 
 
-def run_flower(settings: Settings, port: int) -> None:
-    """Serve Flower on the loopback address until SIGTERM; the password stands in FLOWER_BASIC_AUTH."""
+def run_flower(settings: Settings, host: str, port: int) -> None:
+    """Serve Flower until SIGTERM, to the user `carpool` with the password of `flower_password_file`.
+
+    Flower's own variables count too: FLOWER_BASIC_AUTH in place of the file, FLOWER_PERSISTENT, FLOWER_DB and so on.
+
+    Raises:
+        PreconditionError: nobody says who may come in.
+        SettingsError: the file of the password cannot be read.
+    """
+    _require_password(settings)
     watch_lifeline()
     # what the command `celery flower` does, with our application in the place of Flower's
     apply_env_options()
-    apply_options("flower", ["--address=127.0.0.1", f"--port={port}"])
+    apply_options("flower", [f"--address={host}", f"--port={port}"])
     extract_settings()
     setup_logging()
     flower = _Flower(capp=create_celery(settings), options=options, **flower_settings)
@@ -49,3 +62,16 @@ def run_flower(settings: Settings, port: int) -> None:
         flower.start()
     except (KeyboardInterrupt, SystemExit):
         return
+
+
+def _require_password(settings: Settings) -> None:
+    if any(os.environ.get(name) for name in _ACCESS_VARIABLES):
+        return
+    if settings.flower_password_file is None:
+        raise PreconditionError(
+            "Flower would let everybody in, and it can end jobs and workers",
+            "Write a password into a file, and set CARPOOL_FLOWER_PASSWORD_FILE to its name",
+        )
+    password = read_secret_file(settings.flower_password_file, "CARPOOL_FLOWER_PASSWORD_FILE")
+    # by the environment: every user of the machine can read a command line
+    os.environ["FLOWER_BASIC_AUTH"] = f"carpool:{password}"
