@@ -177,11 +177,12 @@ def worker(
         typer.echo(check_health(settings, "worker", name, 0, ready=False, without_redis=False))
         return
     from ops import preflight
+    from ops.checks import check_model
     from worker.main import run
 
     if not _is_supervised():
         preflight.check_engine(settings)
-        preflight.check_model_path(settings)
+        check_model(settings)
         preflight.check_redis(settings)
     raise typer.Exit(run(settings, name))
 
@@ -270,6 +271,48 @@ def status(as_json: JsonOption = False, data_dir: DataDirOption = None, redis_ur
             rows.append([process.role, process.name, pid, process.state, detail])
         typer.echo(table(["ROLE", "NAME", "PID", "STATE", "DETAIL"], rows))
     raise typer.Exit(exit_code(found))
+
+
+@app.command()
+def doctor(
+    as_json: JsonOption = False,
+    workers: Annotated[int | None, typer.Option(help="Generation workers to start.")] = None,
+    engine: Engine = None,
+    model: Model = None,
+    max_batch_size: MaxBatchSize = None,
+    host: Host = None,
+    port: Port = None,
+    data_dir: DataDirOption = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    flower: Annotated[bool | None, typer.Option("--flower", help="Flower is to be started too.")] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Look at everything that an instance with these options needs; exit code 1 where something is broken."""
+    from ops.doctor import as_json as to_json
+    from ops.doctor import as_line, examine
+
+    settings = _settings(
+        workers=workers,
+        engine=engine,
+        model=model,
+        max_batch_size=max_batch_size,
+        host=host,
+        port=port,
+        data_dir=data_dir,
+        dtype=dtype,
+        device=device,
+        flower=flower,
+        redis_url=redis_url,
+    )
+    found = []
+    for finding in examine(settings):
+        found.append(finding)
+        if not as_json:
+            typer.echo(as_line(finding))
+    if as_json:
+        typer.echo(to_json(found))
+    raise typer.Exit(ExitCode.FAILED if any(finding.state == "broken" for finding in found) else ExitCode.OK)
 
 
 @app.command()

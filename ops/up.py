@@ -15,10 +15,11 @@ from datetime import UTC, datetime
 from typing import Final
 
 from ops import preflight
+from ops.checks import preconditions
 from ops.child import ChildSpec
 from ops.device_plan import find_gpus, plan_devices
 from ops.display import Display
-from ops.embedded_redis import EmbeddedRedis, find_program, free_port
+from ops.embedded_redis import EmbeddedRedis, free_port
 from ops.errors import ExitCode, PreconditionError
 from ops.instance import DataDir, FileLock, Role, RunFile
 from ops.process import signal_group, wait_until_ended
@@ -106,18 +107,11 @@ def check(settings: Settings, display: Display) -> Settings:
     Raises:
         PreconditionError: the first one that does not hold.
     """
-    display.phase("checks", "port, disk, engine, redis")
-    preflight.check_engine(settings)
-    preflight.check_model_path(settings)
-    preflight.check_host(settings, embedded="redis_url" not in settings.model_fields_set)
-    preflight.check_keys_file(settings)
-    preflight.check_disk(settings)
-    webhook_secrets(settings)
+    display.phase("checks", "port, disk, engine, model, redis")
+    for one in preconditions(settings):
+        if one.name != "devices":  # they are planned with what is known of them, right after
+            one.run()
     port = preflight.claim_port(settings.host, settings.port)
-    if "redis_url" in settings.model_fields_set:
-        preflight.check_redis(settings)
-    else:
-        find_program()
     display.forget("checks")
     return settings.model_copy(update={"port": port})
 
