@@ -23,6 +23,7 @@ from ops.flower_ledger import LedgerSync, LedgerView
 from tasks.app import create_celery
 from tasks.ledger import SyncLedger
 from tasks.lifeline import watch_lifeline
+from tasks.logs import configure_logging
 from tasks.redis_clients import connect
 from tasks.settings import Settings, read_secret_file
 
@@ -99,6 +100,7 @@ def run_flower(settings: Settings, host: str, port: int) -> None:
     apply_options("flower", [f"--address={host}", f"--port={port}"])
     extract_settings()
     setup_logging()
+    configure_logging(settings)
     flower = _Flower(settings, capp=create_celery(settings), options=options, **flower_settings)
     atexit.register(flower.stop)
     signal.signal(signal.SIGTERM, sigterm_handler)

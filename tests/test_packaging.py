@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ops.preflight import BUNDLED_MODEL_INSTALL
+from tests.deployment import dockerfile
 
 ROOT = Path(__file__).parent.parent
 #: Of https://www.apache.org/licenses/LICENSE-2.0.txt
@@ -189,3 +190,25 @@ def test_the_installation_stamp_depends_on_what_is_installed(tmp_path: Path) -> 
         f"echo two > {tmp_path}/constraints.txt; is_installed full dev || echo changed; is_installed base || echo other"
     )
     assert run_script(script + change).stdout.split() == ["same", "changed", "other"]
+
+
+def test_nothing_that_the_api_image_installs_needs_torch() -> None:
+    """All that the base and what it needs ask for, as the installed packages state it."""
+    found: set[str] = set()
+    todo = [(Requirement(line), "") for line in project()["dependencies"]]
+    while todo:
+        requirement, extra = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        wanted = {name, *(f"{name}[{one}]" for one in requirement.extras)}
+        if wanted <= found:
+            continue
+        found |= wanted
+        for line in importlib.metadata.requires(name) or []:
+            todo += [(Requirement(line), one) for one in ("", *requirement.extras)]
+    assert {"celery", "fastapi", "flower", "tokenizers", "redis[hiredis]", "hiredis"} <= found
+    assert not {name for name in found if name.startswith(("torch", "nvidia", "triton", "vllm", "transformers"))}
+    assert "transformers" not in next(
+        one.value for one in dockerfile() if one.stage == "build-api" and one.name == "RUN"
+    )
