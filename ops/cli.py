@@ -9,6 +9,7 @@ import shlex
 import socket
 import sys
 import traceback
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -171,27 +172,19 @@ def worker(
     )
     name = name or _default_name("worker")
     if check:
-        _check_heartbeat(settings, name)
+        from ops.health import check_health
+
+        typer.echo(check_health(settings, "worker", name, 0, ready=False, without_redis=False))
         return
     from ops import preflight
+    from ops.checks import check_model
     from worker.main import run
 
     if not _is_supervised():
         preflight.check_engine(settings)
-        preflight.check_model_path(settings)
+        check_model(settings)
         preflight.check_redis(settings)
     raise typer.Exit(run(settings, name))
-
-
-def _check_heartbeat(settings: Settings, name: str) -> None:
-    from ops.status import read_heartbeats
-
-    beats = read_heartbeats(settings)
-    found = [beat for beat in beats or () if beat.name == name]
-    if not found:
-        cause = f"No heartbeat of {name}" if beats is not None else "Redis does not answer"
-        raise OperationError(cause, "Look at the worker's log")
-    typer.echo(f"{name}: {found[0].state}")
 
 
 @app.command()
@@ -281,6 +274,48 @@ def status(as_json: JsonOption = False, data_dir: DataDirOption = None, redis_ur
 
 
 @app.command()
+def doctor(
+    as_json: JsonOption = False,
+    workers: Annotated[int | None, typer.Option(help="Generation workers to start.")] = None,
+    engine: Engine = None,
+    model: Model = None,
+    max_batch_size: MaxBatchSize = None,
+    host: Host = None,
+    port: Port = None,
+    data_dir: DataDirOption = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    flower: Annotated[bool | None, typer.Option("--flower", help="Flower is to be started too.")] = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Look at everything that an instance with these options needs; exit code 1 where something is broken."""
+    from ops.doctor import as_json as to_json
+    from ops.doctor import as_line, examine
+
+    settings = _settings(
+        workers=workers,
+        engine=engine,
+        model=model,
+        max_batch_size=max_batch_size,
+        host=host,
+        port=port,
+        data_dir=data_dir,
+        dtype=dtype,
+        device=device,
+        flower=flower,
+        redis_url=redis_url,
+    )
+    found = []
+    for finding in examine(settings):
+        found.append(finding)
+        if not as_json:
+            typer.echo(as_line(finding))
+    if as_json:
+        typer.echo(to_json(found))
+    raise typer.Exit(ExitCode.FAILED if any(finding.state == "broken" for finding in found) else ExitCode.OK)
+
+
+@app.command()
 def stop(data_dir: DataDirOption = None) -> None:
     """Ask the instance of the data dir to drain, and wait until it has ended."""
     from ops.instance import DataDir
@@ -316,12 +351,48 @@ def redis(
     raise typer.Exit(serve(DataDir(settings.data_dir).redis, settings.drain_s, tenants_fd))
 
 
-@app.command(hidden=True)
-def flower(port: Annotated[int, typer.Option(help="Port on the loopback address.")] = 5555) -> None:
-    """Run Flower on our own Celery application (started by `up --flower`)."""
+@app.command()
+def flower(
+    host: Annotated[str, typer.Option(help="Address it listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port it listens on.")] = 5555,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Run Flower alone, on the Redis of CARPOOL_REDIS_URL, with the password of CARPOOL_FLOWER_PASSWORD_FILE."""
     from ops.flower import run_flower
 
-    run_flower(_settings(), port)
+    run_flower(_settings(redis_url=redis_url), host, port)
+
+
+@app.command()
+def health(
+    role: Annotated[str, typer.Argument(help="api, worker, webhooks or flower.")],
+    name: Annotated[str | None, typer.Option(help="Of a worker, as it was given; else the usual one.")] = None,
+    port: Annotated[int, typer.Option(help="Port of Flower.")] = 5555,
+    ready: Annotated[bool, typer.Option("--ready", help="It has to be able to run jobs, too.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Only whether a restart would help: Redis may be away.")] = False,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Tell whether this one part lives, for health checks and probes: exit code 0 where it does."""
+    from ops.health import HEALTH_ROLES, check_health
+
+    if role not in HEALTH_ROLES:
+        raise typer.BadParameter(f"{role!r} is none of {', '.join(HEALTH_ROLES)}")
+    if ready and live:
+        raise typer.BadParameter("--ready and --live ask for different things. Give one of them")
+    settings = _settings(redis_url=redis_url)
+    typer.echo(check_health(settings, role, name or _default_name(role), port, ready=ready, without_redis=live))
+
+
+@app.command("make-secrets")
+def make_secrets(
+    folder: Annotated[Path, typer.Argument(help="Folder that gets one folder for each part.")],
+    redis_host: Annotated[str, typer.Option(help="Where the parts reach Redis, HOST or HOST:PORT.")] = "redis:6379",
+) -> None:
+    """Write the passwords of a deployment that are not there yet, each into a file; none is shown."""
+    from ops.deployment_secrets import make_secrets as make
+
+    for path in make(folder, redis_host):
+        typer.echo(f"{path}: written")
 
 
 def main() -> None:

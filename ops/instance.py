@@ -110,7 +110,7 @@ class RunFile:
         """The run file, or None where there is none. Raises PreconditionError for one that cannot be understood."""
         try:
             raw: dict[str, Any] = json.loads(path.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             raise PreconditionError(f"The run file {path} cannot be read: {error}", "Remove it") from error

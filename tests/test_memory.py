@@ -19,7 +19,14 @@ from tasks.settings import BUNDLED_MODEL
 from tests.instance import carpool
 from tests.service import eventually
 from tests.tiny_loads import loaded, phases_of_load, settings_of
-from tests.tiny_models import CONTEXT_LENGTH, save_model, save_tiny_model, write_tiny_gguf
+from tests.tiny_models import (
+    CONTEXT_LENGTH,
+    save_model,
+    save_tiny_model,
+    write_hole,
+    write_safetensors,
+    write_tiny_gguf,
+)
 from worker.engines import host_memory, memory
 from worker.engines.base import EngineError
 from worker.engines.gguf_header import read_header
@@ -131,7 +138,7 @@ def test_quantised_weights_keep_their_size(tmp_path: Path, llama: Path) -> None:
         "a.scales": {"dtype": "F16", "shape": [10], "data_offsets": [400, 420]},
         "a.zeros": {"dtype": "U8", "shape": [3], "data_offsets": [420, 423]},
     }
-    _write_safetensors(tmp_path / "model.safetensors", header)
+    write_safetensors(tmp_path / "model.safetensors", header)
     need = memory_need(tmp_path, config_of(llama), FLOAT32, 4, CONTEXT_LENGTH)
     assert need is not None
     assert need.weights_bytes == 400 + 40 + 3
@@ -303,11 +310,7 @@ def test_a_model_of_a_hundred_gigabytes_is_refused_by_the_worker_with_exit_code_
 ) -> None:
     """Its weights are a hole with a real header: who looked beyond the header would read for minutes."""
     folder = Path(shutil.copytree(llama, tmp_path / "huge"))
-    shape = [26_000, 1_000_000]
-    size = shape[0] * shape[1] * 4
-    _write_safetensors(
-        folder / "model.safetensors", {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}, size
-    )
+    write_hole(folder / "model.safetensors")
     settings = {"CARPOOL_REDIS_URL": redis_url, "CARPOOL_CACHE_DIR": str(tmp_path / "cache")}
     done = carpool("worker", "--model", str(folder), "--dtype", "float32", "--device", "cpu", settings=settings)
     assert done.returncode == ExitCode.PRECONDITION
@@ -341,15 +344,8 @@ def until_ready(said: list[Any]) -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _write_safetensors(file: Path, header: Mapping[str, Any], data_bytes: int = 1024) -> None:
-    raw = json.dumps(header).encode()
-    with file.open("wb") as content:
-        content.write(len(raw).to_bytes(8, "little") + raw)
-        content.truncate(8 + len(raw) + data_bytes)
-
-
 def _add_tensor(file: Path, name: str, shape: list[int]) -> None:
     with file.open("rb") as content:
         header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
     header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
-    _write_safetensors(file, header)
+    write_safetensors(file, header)

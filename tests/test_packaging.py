@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import re
 import subprocess
@@ -18,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ops.preflight import BUNDLED_MODEL_INSTALL
-from tasks.settings import INTERNAL_VARIABLES, Settings
+from tests.deployment import dockerfile
 
 ROOT = Path(__file__).parent.parent
 #: Of https://www.apache.org/licenses/LICENSE-2.0.txt
@@ -46,15 +45,6 @@ def run_script(script: str, path: str | None = None) -> subprocess.CompletedProc
     return subprocess.run(
         ["/bin/bash", "-c", code], check=False, capture_output=True, text=True, timeout=30, env=environment
     )
-
-
-def compose_services(*options: str) -> dict[str, Any]:
-    """The services as Compose itself understands them; it needs no container engine for that."""
-    program = Path(sys.executable).with_name("docker-compose")
-    command = [str(program), "--file", str(ROOT / "docker-compose.yml"), *options, "config", "--format", "json"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-    services: dict[str, Any] = json.loads(done.stdout)["services"]
-    return services
 
 
 def test_the_licence_is_the_whole_apache_licence() -> None:
@@ -202,39 +192,23 @@ def test_the_installation_stamp_depends_on_what_is_installed(tmp_path: Path) -> 
     assert run_script(script + change).stdout.split() == ["same", "changed", "other"]
 
 
-def test_compose_serves_this_machine_only_and_keeps_the_ledger() -> None:
-    services = compose_services()
-    assert set(services) == {"redis", "api", "worker"}
-    assert [port["host_ip"] for port in services["api"]["ports"]] == ["127.0.0.1"]
-    assert "ports" not in services["redis"]
-    command = " ".join(services["redis"]["command"])
-    assert "--appendonly yes" in command
-    assert "--maxmemory-policy noeviction" in command
-    assert [(volume["source"], volume["target"]) for volume in services["redis"]["volumes"]] == [
-        ("redis-data", "/data")
-    ]
-
-
-def test_compose_delivers_webhooks_where_it_is_asked_to() -> None:
-    services = compose_services("--profile", "webhooks")
-    assert set(services) == {"redis", "api", "worker", "webhooks"}
-    webhooks = services["webhooks"]
-    assert webhooks["command"] == ["webhooks"]
-    assert "ports" not in webhooks
-    assert {name for name in services if "CARPOOL_WEBHOOK_SECRET" in services[name].get("environment", {})} == {
-        "api",
-        "webhooks",
-    }
-
-
-def test_compose_sets_only_settings_that_exist() -> None:
-    services = compose_services("--profile", "webhooks")
-    named = {name for service in services.values() for name in service.get("environment", {})}
-    known = {f"CARPOOL_{name.upper()}" for name in Settings.model_fields}
-    assert named <= known - INTERNAL_VARIABLES
-
-
-def test_the_drain_fits_into_the_time_that_compose_gives() -> None:
-    services = compose_services()
-    assert services["worker"]["stop_grace_period"] == "1m0s"
-    assert Settings().drain_s <= 30
+def test_nothing_that_the_api_image_installs_needs_torch() -> None:
+    """All that the base and what it needs ask for, as the installed packages state it."""
+    found: set[str] = set()
+    todo = [(Requirement(line), "") for line in project()["dependencies"]]
+    while todo:
+        requirement, extra = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        wanted = {name, *(f"{name}[{one}]" for one in requirement.extras)}
+        if wanted <= found:
+            continue
+        found |= wanted
+        for line in importlib.metadata.requires(name) or []:
+            todo += [(Requirement(line), one) for one in ("", *requirement.extras)]
+    assert {"celery", "fastapi", "flower", "tokenizers", "redis[hiredis]", "hiredis"} <= found
+    assert not {name for name in found if name.startswith(("torch", "nvidia", "triton", "vllm", "transformers"))}
+    assert "transformers" not in next(
+        one.value for one in dockerfile() if one.stage == "build-api" and one.name == "RUN"
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -217,3 +218,18 @@ def assert_same_tokens(found: list[int], expected: list[int], gaps: list[float])
         if one != other:
             assert gap <= 1e-3, f"token {position + 1} is {one}, the reference has {other}, ahead by {gap:.4f}"
             return
+
+
+def write_safetensors(file: Path, header: Mapping[str, Any], data_bytes: int = 1024) -> None:
+    """A file with this header, and a hole of so many bytes for the weights."""
+    raw = json.dumps(header).encode()
+    with file.open("wb") as content:
+        content.write(len(raw).to_bytes(8, "little") + raw)
+        content.truncate(8 + len(raw) + data_bytes)
+
+
+def write_hole(file: Path) -> None:
+    """A hundred gigabytes of weights that take no room on the disk."""
+    shape = [26_000, 1_000_000]
+    size = shape[0] * shape[1] * 4
+    write_safetensors(file, {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}, size)

@@ -17,7 +17,7 @@ from worker.engines import prepacked
 from worker.engines.attention import ATTENTION_NAME, register
 from worker.engines.base import EngineError, Report
 from worker.engines.model_source import find_model
-from worker.engines.pretrained import check_memory, files_of, fingerprint, from_pretrained, identity_of
+from worker.engines.pretrained import check_memory, files_of, fingerprint, from_pretrained, identity_of, place_of
 from worker.engines.transformers_tokenizer import TransformersTokenizer
 from worker.messages import ModelCard
 
@@ -39,6 +39,39 @@ class LoadedModel:
     card: ModelCard
 
 
+def examine_model(settings: Settings) -> str:
+    """Look whether the model could be loaded, as far as that is known before; returns what it is, in words.
+
+    Nothing is converted or moved to a device. Of a model on the hub its configuration is fetched, and nothing else.
+
+    Raises:
+        EngineError: as `load_model`.
+    """
+    be_quiet()
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+    source = find_model(settings.model)
+    place = place_of(source, settings, device, dtype)
+    name = f"{settings.model} in {str(dtype).removeprefix('torch.')} on {device}"
+    if place is None:
+        return f"{name}, which has still to be converted"
+    config: PreTrainedConfig = from_pretrained(AutoConfig, place, settings)
+    if settings.engine == "vllm":  # which serves other models than we do, and shares out its memory itself
+        return f"{name}; the rest is vLLM's to say"
+    check_architecture(config, settings.model)
+    context_length = find_context_length(config, settings.model)
+    copies = prepacked.pays(device, dtype)
+    check_memory(place, config, settings, device, dtype, context_length, copies_output_head=copies)
+    return f"{name}, {context_length:,} tokens of context"
+
+
+def be_quiet() -> None:
+    """Progress and errors are reported by us, in our own words."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bars()
+
+
 def load_model(settings: Settings, report: Report) -> LoadedModel:
     """Find and load the model that the settings name.
 
@@ -48,10 +81,7 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
     Raises:
         EngineError: it can't be had or can't be served; the message names the model, the cause and a way out.
     """
-    # Progress and errors are reported by us, in our own words.
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    disable_progress_bars()
+    be_quiet()
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
     share_processors(settings.workers, device)

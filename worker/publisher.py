@@ -282,6 +282,7 @@ class Publisher:
                     ride.prompt_tokens_sent = False  # the ledger lost its tail, and maybe this with it
                 ride.sent = answer.k
             case "ended":
+                ride.sent = answer.k  # the last tokens came with the end
                 self._lost(ride, answer.stop)
                 return
             case "error":

@@ -31,20 +31,11 @@ def files_of(
     Raises:
         EngineError: it can't be unpacked, or its weights will not fit.
     """
-    if source.hub_name is not None:
-        return source.hub_name, 0.0
-    if source.folder is not None:
-        return source.folder, 0.0
+    place = place_of(source, settings, device, dtype)
+    if place is not None:
+        return place, 0.0
     assert source.gguf_file is not None
     folder = converted_folder(settings.cache_dir, source.gguf_file, settings.pool, dtype)
-    if folder.exists():
-        return folder, 0.0
-    header = read_header(source.gguf_file)
-    if header is not None:
-        need = gguf_need(header, dtype, settings.max_batch_size)
-        require_memory(settings.model, need, device)
-        # wherever it goes, it is converted in this machine's memory
-        require_memory(settings.model, replace(need, kv_bytes=0), torch.device("cpu"))
     share = 0.9
     convert(
         source.gguf_file,
@@ -53,6 +44,29 @@ def files_of(
         lambda phase, fraction: report(phase, None if fraction is None else share * fraction),
     )
     return folder, share
+
+
+def place_of(source: ModelSource, settings: Settings, device: torch.device, dtype: torch.dtype) -> str | Path | None:
+    """A folder or hub name that can be loaded; None for a GGUF file that has still to be unpacked.
+
+    Raises:
+        EngineError: its weights will not fit once they are unpacked.
+    """
+    if source.hub_name is not None:
+        return source.hub_name
+    if source.folder is not None:
+        return source.folder
+    assert source.gguf_file is not None
+    folder = converted_folder(settings.cache_dir, source.gguf_file, settings.pool, dtype)
+    if folder.exists():
+        return folder
+    header = read_header(source.gguf_file)
+    if header is not None:
+        need = gguf_need(header, dtype, settings.max_batch_size)
+        require_memory(settings.model, need, device)
+        # wherever it goes, it is converted in this machine's memory
+        require_memory(settings.model, replace(need, kv_bytes=0), torch.device("cpu"))
+    return None
 
 
 def check_memory(
