@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import redis
@@ -13,6 +14,9 @@ import redis
 from tests.api_server import ApiServer, running_api
 from tests.redis_server import RedisServer
 from tests.service import Service
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +77,12 @@ def simulated_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServe
         service.worker()
         with running_api(service.settings) as api:
             yield api
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A headless browser for a module without async tests (`tests/browser.py`)."""
+    from tests.browser import running_chromium  # what needs no browser does not load its client
+
+    with running_chromium() as browser:
+        yield browser

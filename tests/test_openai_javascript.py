@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import httpx2
 import pytest
 
 from tests.api_server import ApiServer
+from tests.missing import give_up
 from tests.openai_clients import chat_text
 from tests.service import simulated_text
 
@@ -21,13 +21,6 @@ PROGRAM = Path(__file__).parent / "openai_client.mjs"
 VERSION = "6.49.0"
 #: What npm says where there is no way to its registry; anything else is a fault.
 _NO_NETWORK = re.compile(r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|ENETUNREACH|ECONNRESET|ENOTCACHED")
-
-
-def give_up(reason: str) -> None:
-    """Skip on a developer's machine; in CI what is missing is a fault."""
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
