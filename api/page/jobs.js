@@ -101,7 +101,11 @@ function toggle(row) {
   problem.hidden = true;
   row.act = makeButton(isLive(row.job.status) ? "Cancel" : "Delete", "quiet", () => act(row, problem));
   const id = make("code", "job-id", row.id);
-  row.body.replaceChildren(make("pre", "job-text", text), problem, make("div", "job-foot", id, row.act));
+  const words = make("pre", "job-text", text);
+  words.tabIndex = 0; // a long text is scrolled by the keyboard, too
+  words.setAttribute("role", "group");
+  words.setAttribute("aria-label", "Text");
+  row.body.replaceChildren(words, problem, make("div", "job-foot", id, row.act));
   read(row, text, row.opened.signal).catch((error) => {
     if (row.opened?.signal.aborted !== false) return;
     problem.hidden = false;
