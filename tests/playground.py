@@ -57,10 +57,10 @@ class Playground:
     def wait_for_status(self, status: str, seconds: float = BOUND_S) -> None:
         expect(self.answer).to_have_attribute("data-status", status, timeout=seconds * 1000)
 
-    def wait_for_tokens(self, at_least: int) -> int:
+    def wait_for_tokens(self, at_least: int, seconds: float = BOUND_S) -> int:
         """Until so many are shown; returns how many are."""
         numbers = "|".join(["[1-9]\\d{3}", "[1-9]\\d{2}", *(str(n) for n in range(at_least, 100))])
-        expect(self.fact("tokens")).to_have_text(re.compile(rf"^({numbers}) tokens?$"))
+        expect(self.fact("tokens")).to_have_text(re.compile(rf"^({numbers}) tokens?$"), timeout=seconds * 1000)
         return int(self.fact("tokens").inner_text().split()[0])
 
     def job(self) -> str:

@@ -21,7 +21,7 @@ export class Rate {
   add(n) {
     const now = performance.now();
     this.#samples.push([now, n]);
-    while (this.#samples.length > 2 && now - this.#samples[0][0] > 3000) this.#samples.shift();
+    while (this.#samples.length > 2 && now - this.#samples[0][0] > 5000) this.#samples.shift();
   }
 
   /** null before it can be told. */
