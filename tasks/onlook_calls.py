@@ -9,7 +9,7 @@ from typing import Any, Final
 from tasks import keys
 from tasks.calls import Call, Calls
 
-#: More are not looked at, so that a call takes Redis about a millisecond at most.
+#: More are not looked at: so many take Redis about a millisecond.
 MAX_RIDERS: Final = 256
 #: So many of each queue are told one by one.
 MAX_WAITING: Final = 32
@@ -21,7 +21,7 @@ class RidingJob:
 
     Attributes:
         owner: whose it is (`tasks.keys.NO_KEY` where there are no keys).
-        incarnation, worker: who has it, and that one's name.
+        incarnation: of the worker that has it.
         tokens: how many are written; of `max_tokens` at most.
         lease_ms: until its lease runs out; negative where it has.
         stops: its end is wanted.
@@ -31,7 +31,6 @@ class RidingJob:
     pool: str
     owner: str
     incarnation: str
-    worker: str
     tokens: int
     max_tokens: int
     lease_ms: int
@@ -62,17 +61,25 @@ class OnlookCalls(Calls):
 
 
 def _parse(answer: Any) -> tuple[list[RidingJob], list[PoolOnlook]]:
-    riders, pools = answer
-    return [_rider(*one) for one in riders], [_pool(*one) for one in pools]
+    now_ms, riders, pools = answer
+    return [_rider(int(now_ms), *one) for one in riders], [_pool(*one) for one in pools]
 
 
 def _rider(
-    id: str, pool: str, owner: str, incarnation: str, worker: str, k: str, weight: str, lease_ms: str, stops: str
+    now_ms: int,
+    id: str,
+    pool: str,
+    owner: str | None,
+    incarnation: str,
+    k: str,
+    weight: str | None,
+    lease: str,
+    stop: str | None,
 ) -> RidingJob:
-    # of a release before the one that weighs jobs it is not known
+    # a record of a release before the one that weighs jobs does not say it
     max_tokens = int(weight.split(" ", 2)[1]) if weight else 0
     return RidingJob(
-        id, pool, owner or keys.NO_KEY, incarnation, worker, int(k), max_tokens, int(lease_ms), bool(stops)
+        id, pool, owner or keys.NO_KEY, incarnation, int(k), max_tokens, int(lease) - now_ms, stop not in (None, "")
     )
 
 

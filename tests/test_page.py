@@ -342,6 +342,19 @@ def test_a_job_in_the_list_opens_stops_and_is_forgotten(chromium: Browser, api: 
             assert client.get(f"/jobs/{id}").status_code == 404
 
 
+def test_a_group_of_jobs_opens_with_all_its_texts(page: Playground, api: ApiServer) -> None:
+    with api.client() as client:
+        answer = client.post("/generate", json={"prompts": ["One of", "Two of"], "max_tokens": 4, "seed": 1})
+        assert answer.status_code == 200
+        id = answer.headers["x-carpool-job-id"]
+        one, two = client.get(f"/jobs/{id}").json()["texts"]
+    page.jobs.get_by_role("button", name=id[:13]).click()
+    expect(page.jobs.locator(".job-text")).to_have_text(f"1. {shown(one)}\n\n2. {shown(two)}")
+    page.page.goto(f"{api.url}/#job={id}")
+    page.page.reload()
+    expect(page.error).to_contain_text("2 parts")
+
+
 def test_older_jobs_come_when_they_are_asked_for(page: Playground, service: Service) -> None:
     ids = [service.submit(f"many {n}", max_tokens=1) for n in range(14)]
     for id in ids:

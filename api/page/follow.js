@@ -75,7 +75,7 @@ export async function follow(id, { signal, onTokens, onComment, onLost }) {
     } catch (error) {
       signal.throwIfAborted();
       // of what the API says, only what passes by itself is waited for
-      if (error instanceof ApiError && error.status !== 503) throw error;
+      if (!(error instanceof Unreachable || (error instanceof ApiError && error.status === 503))) throw error;
     }
     signal.throwIfAborted();
     onLost(true);

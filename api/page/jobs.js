@@ -75,6 +75,7 @@ function drawRow(row, job) {
   const place = job.queue_position ? [`position ${job.queue_position}`] : [];
   const tokens = job.usage.completion_tokens ? [plural(job.usage.completion_tokens, "token")] : [];
   setText(row.facts, [stateName(job.status), ...place, ...tokens, `${ago} ago`].join(", "));
+  if (row.text && job.children) row.text.data = textOfGroup(job);
   if (row.act) setText(row.act, isLive(job.status) ? "Cancel" : "Delete");
 }
 
@@ -92,11 +93,13 @@ function toggle(row) {
     row.opened.abort();
     row.opened = null;
     row.act = null;
+    row.text = null;
     row.body.replaceChildren();
     return;
   }
   row.opened = new AbortController();
   const text = document.createTextNode("");
+  row.text = text;
   const problem = make("p", "problem");
   problem.hidden = true;
   row.act = makeButton(isLive(row.job.status) ? "Cancel" : "Delete", "quiet", () => act(row, problem));
@@ -113,9 +116,11 @@ function toggle(row) {
   });
 }
 
+const textOfGroup = (job) => job.texts.map((one, index) => `${index + 1}. ${one.trimStart()}`).join("\n\n");
+
 async function read(row, text, signal) {
   if (row.job.children) {
-    text.data = row.job.texts.map((one, index) => `${index + 1}. ${one}`).join("\n\n");
+    text.data = textOfGroup(row.job); // and again with each look at the list
     return;
   }
   await follow(row.id, {

@@ -235,7 +235,12 @@ export class Playground {
   async #openJob(id) {
     let title = "";
     try {
-      title = (await call(`jobs/${encodeURIComponent(id)}`)).metadata?.title ?? "";
+      const job = await call(`jobs/${encodeURIComponent(id)}`);
+      title = job.metadata?.title ?? "";
+      if (job.children) {
+        this.#showError(`This job has ${job.children.length} parts. Open it in the list of jobs.`);
+        return;
+      }
     } catch {
       // the stream tells what is wrong
     }

@@ -1,13 +1,17 @@
 // Server-sent events of a fetch. An EventSource could not send a key.
 
-/** Lists of {id, data, comment}: with each, all events that have come together. */
+import { Unreachable } from "./client.js";
+
+/** Lists of {id, data, comment}: with each, all events that have come together. Throws Unreachable where it is cut. */
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   let event = {};
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch(() => {
+        throw new Unreachable("the connection was cut");
+      });
       if (done) return;
       const lines = (rest + value).split("\n");
       rest = lines.pop();
