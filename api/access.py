@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api import static_page
 from api.caller import Caller, headers_of_minute
 from api.errors import answer, of_redis
 from api.keyring import Keyring
@@ -18,8 +19,9 @@ from api.service import Service
 from tasks.codes import CarpoolError
 
 _log = structlog.get_logger("carpool.api")
-#: All that is there for everybody, to be read: whether the process and what it needs are well, and nothing more.
-OPEN_PATHS: Final = frozenset({"/health/live", "/health/accepting", "/health/ready"})
+#: All that is there for everybody, to be read: whether the process and what it needs are well, the files of the page
+#: that asks for a key, and nothing more.
+OPEN_PATHS: Final = frozenset({"/health/live", "/health/accepting", "/health/ready"}) | static_page.PATHS
 _READS: Final = frozenset({"GET", "HEAD"})
 
 

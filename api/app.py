@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from api import admission, errors, generation, health, jobs
+from api import admission, errors, generation, health, jobs, scene, static_page
 from api.access import OPEN_PATHS, Access
 from api.batches.runner import BatchRunner
 from api.openai import batches as batch_endpoints
@@ -77,7 +77,19 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         lifespan=lifespan,
     )
     errors.install(app)
-    for part in (generation, jobs, completions, chat, responses, files, batch_endpoints, models, health):
+    for part in (
+        generation,
+        jobs,
+        completions,
+        chat,
+        responses,
+        files,
+        batch_endpoints,
+        models,
+        scene,
+        health,
+        static_page,
+    ):
         app.include_router(part.router)
     # the last one added is the first to see a request
     app.add_middleware(admission.QueueHeaders)

@@ -20,6 +20,7 @@ from api.follower import Follower
 from api.intake import Intake
 from api.keyring import Keyring
 from api.models import Models
+from api.onlook import Onlook
 from api.relay import Relay
 from api.revokes import RevokeListener
 from api.stream import JobEvents, JobStream
@@ -57,6 +58,7 @@ class Service:
         self.calls = self.ledger.calls
         self.stopping = asyncio.Event()
         self.models = Models(self.client, settings)
+        self.onlook = Onlook(self.ledger, self.models, settings)
         self.attachments = Attachments(self.ledger)
         self.relay = Relay(settings, self.look)
         self._keeper = Keeper(settings, invitation)

@@ -142,6 +142,7 @@ class Supervisor:
         self._display.box(
             f"Carpool is ready: {self._readiness.models or 'no worker of its own'}. Ctrl-C drains and stops.",
             [
+                ("page", f"{url}/"),
                 ("API docs", f"{url}/docs"),
                 ("health", f"{url}/health/ready"),
                 *self._plan.notes,

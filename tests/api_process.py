@@ -25,14 +25,14 @@ serve(load_settings())
 
 
 class ApiProcess:
-    """One API server on a loopback port.
+    """One API server on a loopback port: a free one, unless it is given.
 
     Attributes:
         url: where it answers.
     """
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
-        port = free_port()
+    def __init__(self, settings: Settings, folder: Path, port: int | None = None) -> None:
+        port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"api-{port}.log"
         environment = {**settings.renders_as_environment, "CARPOOL_PORT": str(port)}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
 
 from tests.missing import give_up
 
@@ -57,6 +57,9 @@ def running_chromium() -> Iterator[Browser]:
     for process in alive:
         process.kill()
     assert not alive, f"the browser left processes behind: {alive}"
+
+
+expect.set_options(timeout=BOUND_S * 1000)
 
 
 class Visitor:

@@ -27,9 +27,12 @@ from tests.api_keys import Holder, make_key, revoke
 from tests.api_server import ApiServer, events_of, running_api, until
 from tests.redis_server import RedisServer
 from tests.scripted_owner import ScriptedOwner
+from tests.service import ROOT
 
 #: All that everybody may read; a path that is added here is open on purpose.
 OPEN = {("GET", "/health/live"), ("GET", "/health/accepting"), ("GET", "/health/ready")}
+#: The page's own files, which are the same for everybody and know nothing.
+OPEN |= {("GET", "/" if path.name == "index.html" else f"/page/{path.name}") for path in (ROOT / "api/page").iterdir()}
 #: From the moment a key is revoked, and some time for a busy machine.
 REVOKED_S = LOOK_S + 4
 
@@ -107,7 +110,8 @@ def test_without_a_key_nothing_answers_but_what_is_open_on_purpose(api: ApiServe
 @pytest.mark.parametrize(
     "path",
     [
-        "/", "/metrics", "/nowhere", "/health", "/health/", "/health/live/", "/health/../jobs", "//health/live",
+        "/page", "/page/", "/page/x.js", "/page/../jobs", "/page/main.js/", "/index.html",
+        "/metrics", "/nowhere", "/health", "/health/", "/health/live/", "/health/../jobs", "//health/live",
         "/health/live/../../jobs", "/Health/live", "/health/live%00", "/docs/oauth2-redirect", "/redoc", "/static/x",
         "/jobs/", "/v1/embeddings", "/health/live;x", "/%68ealth/live/x",
     ],

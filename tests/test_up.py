@@ -45,6 +45,7 @@ def test_the_phases_are_shown_and_the_box_ends_them(instance: Instance) -> None:
     assert order == sorted(order)
     assert order[-1] < ready
     assert any(line.startswith("worker-1: ready: simulated on") for line in lines[:ready])
+    assert f"  page      {instance.api_url()}/" in lines[ready:]
     assert f"  API docs  {instance.api_url()}/docs" in lines[ready:]
     assert "\x1b" not in instance.output
 
