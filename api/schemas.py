@@ -129,12 +129,19 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
+class PromptTokensDetails(BaseModel):
+    """Tokens of a prompt that needed no prefill, since an earlier one began the same way."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens of a job; those of the prompt are known from its first ride on."""
 
     prompt_tokens: int | None
     completion_tokens: int
     total_tokens: int | None
+    prompt_tokens_details: PromptTokensDetails | None = Field(None, description="Absent where no cache had any.")
 
 
 class JobUrls(BaseModel):

@@ -209,6 +209,7 @@ class SlotWrite:
     lp: tuple[entries.TokenLogprob, ...] = ()
     board: bool = False
     prompt_tokens: int | None = None
+    cached_tokens: int = 0
     final: str = ""
     finish_reason: str = ""
     tail: str = ""
@@ -223,7 +224,7 @@ class SlotWrite:
             self.epoch,
             self.nonce,
             "1" if self.board else "",
-            "" if self.prompt_tokens is None else self.prompt_tokens,
+            "" if self.prompt_tokens is None else f"{self.prompt_tokens} {self.cached_tokens}",
             self.first,
             len(self.ids),
             data,

@@ -127,6 +127,12 @@ class Settings(BaseSettings):
     max_batch_size: int = Field(4, ge=1, le=1024, description="Slots: sequences that ride in one batch.")
     max_tokens: int = Field(4096, ge=1, description="Most new tokens of a request that does not say how many.")
     prefill_chunk_tokens: int = Field(256, ge=1, description="Most prompt tokens computed between two decoding steps.")
+    prefix_cache_mb: int = Field(
+        256,
+        ge=0,
+        description="Most memory, in MiB, for what the transformers engine keeps of prompts and completions, so that "
+        "others that begin the same way need not compute it again; 0 keeps nothing. With vLLM, 0 turns its own off.",
+    )
     simulated_step_ms: float = Field(20, ge=0, description="Simulated engine: time of one step of the whole batch.")
     simulated_prefill_ms: float = Field(0, ge=0, description="Simulated engine: time of one prompt's prefill.")
     simulated_context_length: int = Field(8192, ge=8, description="Simulated engine: context length in tokens.")

@@ -213,6 +213,13 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers_before_it_is_load
     )
 
 
+def test_what_is_kept_of_prompts_counts_too(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, need_of(llama).total_bytes + 3 * 2**20)
+    loaded(llama, prefix_cache_mb=3)
+    with pytest.raises(EngineError, match=r"CARPOOL_PREFIX_CACHE_MB 4\.0 MiB\), and cpu has"):
+        loaded(llama, prefix_cache_mb=4)
+
+
 def test_more_slots_need_more(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, need_of(llama, num_slots=8).total_bytes)
     loaded(llama, max_batch_size=8)
@@ -315,7 +322,7 @@ def test_a_model_of_a_hundred_gigabytes_is_refused_by_the_worker_with_exit_code_
     done = carpool("worker", "--model", str(folder), "--dtype", "float32", "--device", "cpu", settings=settings)
     assert done.returncode == ExitCode.PRECONDITION
     line = done.stderr.splitlines()[-1]
-    assert line.startswith(f"Error: model '{folder}' needs 96.9 GiB (weights 96.9 GiB in float32, KV cache of 4 slots")
+    assert line.startswith(f"Error: model '{folder}' needs 97.1 GiB (weights 96.9 GiB in float32, KV cache of 4 slots")
     assert re.search(r"and cpu has [\d.]+ GiB free\. Take a smaller model", line)
 
 

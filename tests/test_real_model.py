@@ -134,7 +134,8 @@ def test_openai_s_client_chats_by_the_model_s_template(api: ApiServer) -> None:
     assert job["text"] == alone["text"] == text
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
     assert answer.usage is not None
-    assert answer.usage.model_dump(exclude_none=True) == alone["usage"]
+    assert answer.usage.model_dump(exclude_none=True) == job["usage"]
+    assert answer.usage.total_tokens == alone["usage"]["total_tokens"]
     # the template puts its own turns around the question
     assert answer.usage.prompt_tokens > 20
 
@@ -206,3 +207,34 @@ def test_a_prompt_of_special_tokens_alone_is_gone_on_with(api: ApiServer, prompt
     for usage in (completion.usage, answer.usage):
         assert usage is not None
         assert 1 <= usage.completion_tokens <= 4
+
+
+def test_a_chat_that_goes_on_computes_what_is_new_alone_and_says_so_everywhere(api: ApiServer) -> None:
+    system: Any = {"role": "system", "content": "You know " + ", ".join(f"fact {n}" for n in range(40)) + "."}
+    question: Any = {"role": "user", "content": "Name a colour."}
+    options: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "temperature": 0, "max_tokens": 24}
+    turns: list[Any] = [system, question]
+    with openai_client(api, timeout=120) as client, api.client(timeout=120) as http:
+        first = client.chat.completions.create(messages=turns, **options)
+        turns += [first.choices[0].message, {"role": "user", "content": "And another one."}]
+        second = client.chat.completions.create(messages=turns, **options)
+        job = http.get(f"/jobs/{second.id}").json()
+        *_, last = client.chat.completions.create(
+            messages=turns, stream=True, stream_options={"include_usage": True}, **options
+        )
+        response = client.responses.create(
+            model=options["model"], input=[system, question], max_output_tokens=8, temperature=0
+        )
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    # whole blocks of what was there, the first answer included
+    assert first.usage.prompt_tokens - 16 < cached < second.usage.prompt_tokens
+    assert job["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+    assert last.usage is not None
+    assert last.usage.prompt_tokens_details is not None
+    assert last.usage.prompt_tokens_details.cached_tokens >= cached
+    assert response.usage is not None
+    assert 0 < response.usage.input_tokens_details.cached_tokens < response.usage.input_tokens

@@ -97,7 +97,7 @@ def test_a_prompt_alone_takes_a_whole_chunk_and_one_that_shares_the_step_what_th
     alone = num_new_tokens(engine), watch.num_tokens
     engine.abort("alone")
     engine.add(sequence("short", prompt(10)))
-    engine.add(sequence("long", prompt(FIRST_TOKENS + 10)))
+    engine.add(sequence("long", prompt(FIRST_TOKENS + 10, 1)))
     shared = num_new_tokens(engine), watch.num_tokens
 
     assert alone == ([{"alone": 1}], FIRST_TOKENS + 10)

@@ -10,7 +10,9 @@ from worker.model_manager import LoadedModel, load_model
 
 
 def settings_of(model: str | Path, **more: Any) -> Settings:
-    return Settings.model_validate({"model": str(model), "dtype": "float32", "device": "cpu"} | more)
+    """Without a prefix cache, which is larger than any of these models."""
+    base = {"model": str(model), "dtype": "float32", "device": "cpu", "prefix_cache_mb": 0}
+    return Settings.model_validate(base | more)
 
 
 def ignore(phase: str, fraction: float | None) -> None:

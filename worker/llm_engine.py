@@ -367,6 +367,8 @@ class LLMEngine:
             ride.lp.extend(delta.lp)
             if delta.prompt_tokens is not None:
                 ride.prompt_tokens = delta.prompt_tokens
+            if delta.cached_tokens:
+                ride.cached_tokens, ride.prompt_tokens_sent = delta.cached_tokens, False
             if delta.finish is not None:
                 ride.out_of_child(End("succeeded", delta.finish, delta.tail))
 

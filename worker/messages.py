@@ -15,7 +15,7 @@ from tasks.job_request import SamplingParams
 
 #: Of this file: to be raised with any change of it. A child that is started after its files were replaced by another
 #: release finds that its parent has another one.
-VERSION: Final = 1
+VERSION: Final = 2
 
 # --- down -----------------------------------------------------------------------------------------------------------
 
@@ -110,6 +110,7 @@ class Delta:
         finish: "stop" or "length" where the sequence ends with this step; the child has then forgotten it.
         tail: text that was still held when the sequence ended.
         prompt_tokens: set on the first delta of a ride; it may come without tokens.
+        cached_tokens: with the first tokens of a ride, how many of the prompt's needed no prefill.
     """
 
     id: str
@@ -119,6 +120,7 @@ class Delta:
     tail: str = ""
     prompt_tokens: int | None = None
     lp: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,14 @@ class StepLoop:
                 failed.append(Failed(emission.id, emission.error.code, str(emission.error), self._step, sequence.end()))
             elif emission.ids:
                 self._boarding.pop(emission.id, None)
-                deltas.append(sequence.feed(emission.ids, emission.logprobs, is_complete=emission.is_complete))
+                deltas.append(
+                    sequence.feed(
+                        emission.ids,
+                        emission.logprobs,
+                        is_complete=emission.is_complete,
+                        cached_tokens=emission.num_cached,
+                    )
+                )
                 if sequence.finish is not None:
                     self._leave(emission.id)
         deltas.extend(sequence.feed(()) for sequence in self._boarding.values())

@@ -42,12 +42,20 @@ class TextSequence:
                 return
             self._take(token_id)
 
-    def feed(self, ids: Iterable[int], logprobs: Sequence[Logprob] = (), *, is_complete: bool = False) -> Delta:
+    def feed(
+        self,
+        ids: Iterable[int],
+        logprobs: Sequence[Logprob] = (),
+        *,
+        is_complete: bool = False,
+        cached_tokens: int = 0,
+    ) -> Delta:
         """Take in new tokens, up to the one that ends the sequence; later ones are dropped.
 
         Args:
             logprobs: one per id, or none.
             is_complete: nothing can follow the last of these ids, so the sequence stops with it.
+            cached_tokens: is said in the delta.
         """
         taken: list[int] = []
         texts: list[str] = []
@@ -62,7 +70,7 @@ class TextSequence:
             self.finish = "stop"  # what is whole was not cut off
         lp = tuple(self._logged(logprob) for logprob in logprobs[: len(taken)])
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, None
-        return Delta(self.id, tuple(taken), tuple(texts), self.finish, self._tail, prompt_tokens, lp)
+        return Delta(self.id, tuple(taken), tuple(texts), self.finish, self._tail, prompt_tokens, lp, cached_tokens)
 
     def end(self) -> str:
         """End the sequence from outside; returns the text that was still held."""

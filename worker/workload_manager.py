@@ -74,6 +74,7 @@ class Ride:
     leaving_for: str = ""
     over_as: str | None = None
     prompt_tokens: int | None = None
+    cached_tokens: int = 0
     prompt_tokens_sent: bool = False
     passed_over: int = 0
     errors: int = 0
@@ -161,6 +162,7 @@ class Ride:
             lp=tuple(self.lp[self.sent :]),
             board=board,
             prompt_tokens=None if self.prompt_tokens_sent else self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             final=end.status,
             finish_reason=end.finish_reason,
             tail=end.tail,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from api.schemas import ErrorAnswer
+from api.schemas import ErrorAnswer, PromptTokensDetails
 
 #: The errors of every endpoint here; a field that does not fit is 400, not 422 as on our own endpoints.
 ERRORS: Final[dict[int | str, dict[str, Any]]] = {
@@ -52,6 +52,7 @@ class CompletionUsage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = Field(None, description="Absent where no cache had any.")
 
 
 class LegacyLogprobs(BaseModel):

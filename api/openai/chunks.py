@@ -18,11 +18,22 @@ from tasks.entries import Entry, TokenLogprob
 DONE = "data: [DONE]\n\n"
 
 
-def sum_usage(usages: Sequence[Mapping[str, Any]], copies: int) -> dict[str, int]:
+def sum_usage(usages: Sequence[Mapping[str, Any]], copies: int) -> dict[str, Any]:
     """The usage of several jobs; a prompt that `copies` jobs share is counted once."""
     prompt = sum(usage["prompt_tokens"] or 0 for usage in usages[::copies])
+    cached = sum(cached_tokens(usage) for usage in usages[::copies])
     completion = sum(usage["completion_tokens"] for usage in usages)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    total: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    return total | ({"prompt_tokens_details": {"cached_tokens": cached}} if cached else {})
+
+
+def cached_tokens(usage: Mapping[str, Any]) -> int:
+    """Tokens of a job's prompt that needed no prefill."""
+    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
 
 
 class Chunks:

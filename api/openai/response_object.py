@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from api.openai.chunks import cached_tokens
 from api.openai.message import MessageFold
 from api.openai.response_output import OutputFold
 from api.openai.serving import recorded
@@ -93,7 +94,7 @@ def ending(
         "status": _STATUS.get(status, "failed"),
         "usage": {
             "input_tokens": counts.get("prompt_tokens") or 0,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": cached_tokens(counts), "cache_write_tokens": 0},
             "output_tokens": counts.get("completion_tokens") or 0,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": counts.get("total_tokens") or counts.get("completion_tokens") or 0,

@@ -158,12 +158,15 @@ local function iso_now()
     math.floor(ms / 60000) % 60, math.floor(ms / 1000) % 60, ms % 1000)
 end
 
-local function usage_json(prompt_tokens, k)
+-- As OpenAI says it; the details only where a cache had tokens of the prompt.
+local function usage_json(prompt_tokens, k, cached)
   if prompt_tokens == '' then
     return string.format('{"prompt_tokens":null,"completion_tokens":%s,"total_tokens":null}', k)
   end
-  return string.format('{"prompt_tokens":%s,"completion_tokens":%s,"total_tokens":%s}', prompt_tokens, k,
-    int(tonumber(prompt_tokens) + tonumber(k)))
+  local details = ''
+  if cached ~= '' and cached ~= '0' then details = string.format(',"prompt_tokens_details":{"cached_tokens":%s}', cached) end
+  return string.format('{"prompt_tokens":%s,"completion_tokens":%s,"total_tokens":%s%s}', prompt_tokens, k,
+    int(tonumber(prompt_tokens) + tonumber(k)), details)
 end
 
 local function urls_json(id)
@@ -201,7 +204,7 @@ end
 local function job_view(id)
   local j = fields(record_key(id), 'status', 'model', 'seed', 'created_at', 'started_at', 'finished_at', 'rides', 'k',
     'finish_reason', 'prompt_tokens', 'error', 'stop', 'pool', 'metadata', 'group', 'deadline', 'deaths', 'priority', 'webhook',
-    'weight', 'lease')
+    'weight', 'lease', 'cached_tokens')
   if j.status == '' then return false end
   local place, eta = outlook_of(id, j)
   return table.concat({
@@ -212,7 +215,7 @@ local function job_view(id)
     ',"queue_position":', int_or_null(place), ',"eta_s":', eta_json(eta), ',"attempts":', j.rides == '' and '0' or j.rides,
     ',"cancel_requested":', j.stop == 'cancelled' and 'true' or 'false',
     ',"text":', quote(redis.call('GET', text_key(id)) or ''), ',"finish_reason":', quote_or_null(j.finish_reason),
-    ',"usage":', usage_json(j.prompt_tokens, j.k), ',"error":', number_or_null(j.error),
+    ',"usage":', usage_json(j.prompt_tokens, j.k, j.cached_tokens), ',"error":', number_or_null(j.error),
     ',"metadata":', number_or_null(j.metadata), ',"group":', quote_or_null(j.group), ',"webhook":',
     j.webhook == '' and 'null' or webhook_json(id, j.status ~= 'queued' and j.status ~= 'running'), ',"urls":', urls_json(id), '}'
   })
@@ -223,11 +226,12 @@ local function group_view(id)
   local g = fields(group_key(id), 'status', 'model', 'seed', 'created_at', 'started_at', 'finished_at', 'n', 'left', 'metadata',
     'error', 'deadline', 'finish_reason', 'stop', 'priority')
   if g.status == '' then return false end
-  local children, texts, prompt_tokens, tokens, started, riding = {}, {}, 0, 0, '', 0
+  local children, texts, prompt_tokens, cached, tokens, started, riding = {}, {}, 0, 0, 0, '', 0
   local place, eta, last
   for i = 0, tonumber(g.n) - 1 do
     local child = id .. '.' .. int(i)
-    local c = fields(record_key(child), 'status', 'prompt_tokens', 'k', 'started_at', 'rides', 'pool', 'weight', 'lease')
+    local c = fields(record_key(child), 'status', 'prompt_tokens', 'k', 'started_at', 'rides', 'pool', 'weight', 'lease',
+      'cached_tokens')
     if c.status == 'running' then
       local _, ms = outlook_of(child, c)
       eta = ms and math.max(ms, eta or 0) or eta
@@ -239,6 +243,7 @@ local function group_view(id)
     children[#children + 1] = quote(child)
     texts[#texts + 1] = quote(redis.call('GET', text_key(child)) or '')
     prompt_tokens = prompt_tokens + tonumber(c.prompt_tokens == '' and 0 or c.prompt_tokens)
+    cached = cached + tonumber(c.cached_tokens == '' and 0 or c.cached_tokens)
     tokens = tokens + tonumber(c.k == '' and 0 or c.k)
     riding = math.max(riding, tonumber(c.rides == '' and 0 or c.rides))
     if c.started_at ~= '' and (started == '' or tonumber(c.started_at) < tonumber(started)) then started = c.started_at end
@@ -254,7 +259,7 @@ local function group_view(id)
     ',"queue_position":', int_or_null(place), ',"eta_s":', eta_json(eta), ',"attempts":', int(riding),
     ',"cancel_requested":', g.stop == 'cancelled' and 'true' or 'false',
     ',"text":null,"texts":[', table.concat(texts, ','), '],"children":[', table.concat(children, ','),
-    '],"finish_reason":', quote_or_null(g.finish_reason), ',"usage":', usage_json(int(prompt_tokens), int(tokens)),
+    '],"finish_reason":', quote_or_null(g.finish_reason), ',"usage":', usage_json(int(prompt_tokens), int(tokens), int(cached)),
     ',"error":', number_or_null(g.error), ',"metadata":', number_or_null(g.metadata), ',"group":null,"webhook":null,"urls":', urls_json(id), '}'
   })
 end
@@ -331,13 +336,13 @@ end
 local function terminal(id, status, finish_reason, error, tail)
   local key = record_key(id)
   local j = fields(key, 'v', 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens', 'batch', 'key',
-    'counted', 'created_at', 'webhook', 'weight', 'charged', 'rides', 'claim_k', 'claimed_at')
+    'counted', 'created_at', 'webhook', 'weight', 'charged', 'rides', 'claim_k', 'claimed_at', 'cached_tokens')
   if j.status ~= 'queued' and j.status ~= 'running' then return false end
   local reason = reason_of(error) -- before anything is written: there is no rollback
   local epoch = int(tonumber(j.epoch) + 1)
   local data = string.format(
     '{"v":%s,"t":"end","n":%s,"ids":[],"text":[%s],"status":%s,"finish_reason":%s,"usage":%s,"error":%s}', j.v, j.k,
-    quote(tail), quote(status), quote(finish_reason), usage_json(j.prompt_tokens, j.k), number_or_null(error))
+    quote(tail), quote(status), quote(finish_reason), usage_json(j.prompt_tokens, j.k, j.cached_tokens), number_or_null(error))
   redis.call('XADD', log_key(id), epoch .. '-' .. j.k, 'd', data)
   if tail ~= '' then redis.call('APPEND', text_key(id), tail) end
   redis.call('HSET', key, 'status', status, 'epoch', epoch, 'lease', '0', 'finished_at', int(NOW), 'finish_reason', finish_reason,

@@ -7,7 +7,7 @@ local WIDTH = 13
 
 local function one(key, a)
   local id, epoch, nonce = ARGV[a], ARGV[a + 1], ARGV[a + 2]
-  local board, prompt_tokens = ARGV[a + 3], ARGV[a + 4]
+  local board, prompts = ARGV[a + 3], ARGV[a + 4]
   local first, count, data, text = tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]), ARGV[a + 7], ARGV[a + 8]
   local final, finish_reason, tail, error = ARGV[a + 9], ARGV[a + 10], ARGV[a + 11], ARGV[a + 12]
   local j = fields(key, 'status', 'epoch', 'owner', 'k', 'stop', 'deadline', 'pool', 'lease')
@@ -24,7 +24,12 @@ local function one(key, a)
   redis.call('ZREM', inv_key(j.pool), id)
   -- its owner was believed to be gone
   if tonumber(j.lease) < NOW then redis.call('ZREM', lost_key(j.pool), id) end
-  if prompt_tokens ~= '' then redis.call('HSET', key, 'prompt_tokens', prompt_tokens) end
+  if prompts ~= '' then
+    local tokens, cached = string.match(prompts, '^(%d+) (%d+)$')
+    redis.call('HSET', key, 'prompt_tokens', tokens)
+    -- of its first ride: what a later one finds in a cache may be what that one has computed
+    if cached ~= '0' then redis.call('HSETNX', key, 'cached_tokens', cached) end
+  end
   if first > 0 and first ~= k + 1 then return { 'at', j.k, stop } end
   if board ~= '' then redis.call('HSET', key, 'boarded', j.k) end
   if count > 0 then

@@ -68,6 +68,7 @@ class Emission:
     Attributes:
         logprobs: one per id where the sequence asks for them, else none.
         is_complete: the sequence's grammar is complete with these ids: nothing can follow them.
+        num_cached: with the first ids of a ride, tokens of the prompt that needed no prefill.
     """
 
     id: str
@@ -75,6 +76,7 @@ class Emission:
     error: SequenceError | None = None
     logprobs: tuple[Logprob, ...] = ()
     is_complete: bool = False
+    num_cached: int = 0
 
 
 class Tokenizer(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -88,6 +89,19 @@ class SlotCache(Cache):
             self._num_rows = min(INITIAL_ROWS, self.max_rows)
             self._capacity = min(INITIAL_CAPACITY, self.max_length)
 
+    def buffers(
+        self, like: Mapping[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of every layer, by its number.
+
+        Args:
+            like: tensors of shape [..., kv_heads, tokens, head_dim], to make those layers that are not there.
+        """
+        for layer, (keys, values) in (like or {}).items():
+            if layer not in self._layers:
+                self._layers[layer] = (self._allocated(keys), self._allocated(values))
+        return dict(self._layers)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +121,7 @@ class SlotCache(Cache):
         return self.max_length
 
     def _allocated(self, states: torch.Tensor) -> torch.Tensor:
-        _, num_heads, _, head_dim = states.shape
+        num_heads, head_dim = states.shape[-3], states.shape[-1]
         return states.new_zeros((self._num_rows, num_heads, self._capacity, head_dim))
 
     def _write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:

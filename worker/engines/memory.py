@@ -57,6 +57,7 @@ class MemoryNeed:
     Attributes:
         dtype: of the weights, once loaded.
         kv_bytes: of the KV cache of `num_slots` slots of `num_tokens` tokens; 0 where it is not known.
+        prefix_bytes: most that is kept of prompts for others that begin the same way.
     """
 
     weights_bytes: int
@@ -64,10 +65,11 @@ class MemoryNeed:
     kv_bytes: int
     num_slots: int
     num_tokens: int
+    prefix_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes
+        return self.weights_bytes + self.kv_bytes + self.prefix_bytes
 
     def __str__(self) -> str:
         cache = (
@@ -75,7 +77,8 @@ class MemoryNeed:
             if self.kv_bytes
             else ""
         )
-        return f"{_gib(self.total_bytes)} (weights {_gib(self.weights_bytes)} in {self.dtype}{cache})"
+        prefixes = f", CARPOOL_PREFIX_CACHE_MB {_gib(self.prefix_bytes)}" if self.prefix_bytes else ""
+        return f"{_gib(self.total_bytes)} (weights {_gib(self.weights_bytes)} in {self.dtype}{cache}{prefixes})"
 
 
 def free_bytes(device: torch.device) -> int:
@@ -109,12 +112,14 @@ def memory_need(
     context_length: int,
     *,
     copies_output_head: bool = False,
+    prefix_bytes: int = 0,
 ) -> MemoryNeed | None:
     """What the model in a folder takes once it is loaded; None where the size of its weights is not known.
 
     Args:
         dtype: its floating-point weights are loaded as.
         copies_output_head: the engine holds an output head that is tied to the embedding a second time.
+        prefix_bytes: most that the engine keeps of prompts beside its slots.
     """
     text_config = config.get_text_config(decoder=True)
     tied = bool(getattr(text_config, "tie_word_embeddings", False))
@@ -128,7 +133,7 @@ def memory_need(
         weights += int(text_config.vocab_size) * int(text_config.hidden_size) * dtype.itemsize
     num_tokens = min(MIN_TOKENS, context_length)
     kv = _kv_bytes_per_token(text_config, dtype) * num_slots * num_tokens
-    return MemoryNeed(weights, _name(dtype), kv, num_slots, num_tokens)
+    return MemoryNeed(weights, _name(dtype), kv, num_slots, num_tokens, prefix_bytes)
 
 
 def gguf_need(header: GgufHeader, dtype: torch.dtype, num_slots: int) -> MemoryNeed:

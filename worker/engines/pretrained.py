@@ -88,7 +88,13 @@ def check_memory(
     if place is None:
         return
     need = memory_need(
-        place, config, dtype, settings.max_batch_size, context_length, copies_output_head=copies_output_head
+        place,
+        config,
+        dtype,
+        settings.max_batch_size,
+        context_length,
+        copies_output_head=copies_output_head,
+        prefix_bytes=settings.prefix_cache_mb * 2**20 if settings.engine == "transformers" else 0,
     )
     if need is not None:
         require_memory(settings.model, need, device)

@@ -23,6 +23,7 @@ from worker.engines.forward import Chunk, ForwardPass, num_embeddings, num_logit
 from worker.engines.grammar import GrammarCompiler
 from worker.engines.kv_cache import SlotCache
 from worker.engines.logprobs import RawLogprobs
+from worker.engines.prefix_cache import PrefixCache
 from worker.engines.sampler import SequenceSampling, sample
 from worker.engines.self_check import check_model
 from worker.engines.threads import ThreadGovernor
@@ -42,6 +43,7 @@ class _Ride:
         token_ids: prompt and output.
         num_prompt: how many of them are the prompt.
         num_computed: how many of them have their keys and values in the cache.
+        num_cached: as many were there from an earlier sequence.
         row: of the cache; None while it holds nothing of the sequence.
     """
 
@@ -50,6 +52,7 @@ class _Ride:
     num_prompt: int
     sampling: SequenceSampling
     num_computed: int = 0
+    num_cached: int = 0
     row: int | None = None
 
     @property
@@ -68,6 +71,7 @@ class TransformersEngine:
         model: on its device, with the attention of `worker/engines/attention.py`.
         card: its context_length bounds each sequence.
         prefill_chunk_tokens: most prompt tokens computed in one step.
+        prefix_cache_bytes: most that is kept of sequences for others that begin the same way; 0 keeps nothing.
         governor: chooses the number of threads, on a CPU.
     """
 
@@ -78,6 +82,7 @@ class TransformersEngine:
         card: ModelCard,
         max_batch_size: int,
         prefill_chunk_tokens: int,
+        prefix_cache_bytes: int = 0,
         governor: ThreadGovernor | None = None,
     ) -> None:
         self._card = card
@@ -91,6 +96,7 @@ class TransformersEngine:
         self._vocab_size = num_logits(model)
         self._grammars = GrammarCompiler(lambda: tokenizer.json, self._vocab_size, tokenizer.eos_ids)
         self.cache = SlotCache(max_batch_size, card.context_length)
+        self.prefixes = PrefixCache(prefix_cache_bytes)
         self._forward = ForwardPass(model, self.cache)
         #: Those that don't decode yet, in the order of arrival. The first may have a part of its prompt behind it.
         self._waiting: deque[_Ride] = deque()
@@ -147,12 +153,14 @@ class TransformersEngine:
     def step(self) -> list[Emission]:
         emissions = self._end_full_sequences()
         self._compact()
+        self._find_prefixes()
         emissions += self._make_room()
         chunks = self._next_chunks()
         if not self._decoding and not chunks:
             return emissions
         num_sequences = len(self._decoding) + len(chunks)
         started_at = time.perf_counter()
+        self._load_prefixes(chunks)
         logits = self._forward.run(
             [ride.token_ids[-1] for ride in self._decoding], [ride.num_computed for ride in self._decoding], chunks
         )
@@ -163,7 +171,7 @@ class TransformersEngine:
     def close(self) -> None:
         self._waiting.clear()
         self._decoding.clear()
-        del self._forward, self.cache, self.model
+        del self._forward, self.cache, self.prefixes, self.model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -175,6 +183,17 @@ class TransformersEngine:
         length = self._card.context_length
         full = [ride for ride in self._decoding if len(ride.token_ids) >= length]
         return [self._fail(ride, _context_exceeded(len(ride.token_ids), length)) for ride in full]
+
+    def _find_prefixes(self) -> None:
+        """Where the prompts that have not begun are to begin: behind what an earlier sequence has left."""
+        for ride in self._waiting:
+            if ride.row is None:
+                ride.num_computed = ride.num_cached = self.prefixes.match(ride.token_ids)
+
+    def _load_prefixes(self, chunks: Sequence[Chunk]) -> None:
+        for ride, chunk in zip(self._waiting, chunks, strict=False):
+            if ride.row is None and ride.num_cached:
+                self.prefixes.load(ride.token_ids, ride.num_cached, self.cache, chunk.row)
 
     def _make_room(self) -> list[Emission]:
         """Room in the KV cache for what this step adds; where the device has none, the longest sequence ends."""
@@ -230,6 +249,7 @@ class TransformersEngine:
 
     def _advance(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> list[Emission]:
         """Draw the next tokens and note what the cache now holds."""
+        num_decoding = len(self._decoding)
         for ride in self._decoding:
             ride.num_computed += 1
         unfinished: list[Emission] = []
@@ -246,7 +266,10 @@ class TransformersEngine:
         raw_logprobs = RawLogprobs(logits, [ride.sampling.params.logprobs for ride in sampled])
         token_ids = sample(logits, [ride.sampling for ride in sampled], [ride.num_outputs + 1 for ride in sampled])
         logprobs = raw_logprobs.of(token_ids)
-        return [self._emit(*one) for one in zip(sampled, token_ids, logprobs, strict=True)] + unfinished
+        emissions = [self._emit(*one) for one in zip(sampled, token_ids, logprobs, strict=True)]
+        for ride in sampled[num_decoding:]:
+            self._keep(ride)
+        return emissions + unfinished
 
     def _note(self, num_sequences: int, chunks: Sequence[Chunk], seconds: float) -> None:
         """Tell those who choose threads and chunks how long the step took. One chunk alone tells them nothing."""
@@ -266,15 +289,29 @@ class TransformersEngine:
                 "try another prompt, or set CARPOOL_DTYPE=float32"
             )
             return self._fail(ride, SequenceError("engine_error", message))
+        num_cached, ride.num_cached = ride.num_cached, 0
         ride.token_ids.append(token_id)
         ride.sampling.record(token_id)
-        return Emission(ride.id, (token_id,), logprobs=logprobs, is_complete=ride.sampling.is_complete)
+        return Emission(
+            ride.id,
+            (token_id,),
+            logprobs=logprobs,
+            is_complete=ride.sampling.is_complete,
+            num_cached=min(num_cached, ride.num_prompt),
+        )
 
     def _fail(self, ride: _Ride, error: SequenceError) -> Emission:
         self._remove(ride, is_clean=False)
         return Emission(ride.id, error=error)
 
+    def _keep(self, ride: _Ride) -> None:
+        """Keep what was computed of a sequence whose logits were looked at; one that failed has left."""
+        if ride in self._decoding and ride.row is not None:
+            self.prefixes.store(ride.token_ids, ride.num_computed, self.cache, ride.row)
+
     def _remove(self, ride: _Ride, is_clean: bool) -> None:
+        if is_clean:
+            self._keep(ride)
         if ride in self._decoding:
             self._decoding.remove(ride)
         else:
@@ -314,6 +351,7 @@ def load(settings: Settings, report: Report) -> TransformersEngine:
         loaded.card,
         max_batch_size=settings.max_batch_size,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        prefix_cache_bytes=settings.prefix_cache_mb * 2**20,
         governor=_governor(loaded.model.device),
     )
 

@@ -34,8 +34,10 @@ _WARM_UP_TOKENS: Final = 2
 class _Ride:
     id: str
     num_tokens: int
+    num_prompt: int
     num_logprobs: int | None
     grammar: Grammar | None
+    is_prefilled: bool = False
 
 
 class VllmEngine:
@@ -99,7 +101,9 @@ class VllmEngine:
             raise SequenceError(
                 "invalid_request", f"vLLM refuses the sequence: {error}. Change what it names"
             ) from error
-        self._riding[sequence.id] = _Ride(sequence.id, len(token_ids), sequence.params.logprobs, grammar)
+        self._riding[sequence.id] = _Ride(
+            sequence.id, len(token_ids), len(sequence.prompt_ids), sequence.params.logprobs, grammar
+        )
 
     def abort(self, id: str) -> None:
         if self._riding.pop(id, None) is not None:
@@ -159,7 +163,11 @@ class VllmEngine:
             for token_id, alternatives in zip(ids, completion.logprobs or (), strict=False)
         )
         is_complete = ride.grammar is not None and ride.grammar.is_complete
-        return Emission(ride.id, ids, logprobs=logprobs, is_complete=is_complete)
+        num_cached = 0
+        if ids and not ride.is_prefilled:
+            ride.is_prefilled = True
+            num_cached = min(output.num_cached_tokens or 0, ride.num_prompt)
+        return Emission(ride.id, ids, logprobs=logprobs, is_complete=is_complete, num_cached=num_cached)
 
     def warm_up(self) -> None:
         """Let one sequence ride, so that nothing is left to be compiled or allocated for the first one that counts."""

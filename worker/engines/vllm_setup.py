@@ -108,7 +108,7 @@ def engine_args(settings: Settings, folder: str | Path, device: torch.device) ->
         "trust_remote_code": settings.trust_remote_code,
         "dtype": dtype_of(settings, device),
         "max_num_seqs": settings.max_batch_size,
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": settings.prefix_cache_mb > 0,
         "disable_log_stats": True,
         "skip_tokenizer_init": True,
         "async_scheduling": False,
