@@ -10,7 +10,7 @@ local function one(key, a)
   local board, prompt_tokens = ARGV[a + 3], ARGV[a + 4]
   local first, count, data, text = tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]), ARGV[a + 7], ARGV[a + 8]
   local final, finish_reason, tail, error = ARGV[a + 9], ARGV[a + 10], ARGV[a + 11], ARGV[a + 12]
-  local j = fields(key, 'status', 'epoch', 'owner', 'k', 'stop', 'deadline', 'pool', 'lease')
+  local j = fields(key, 'status', 'epoch', 'owner', 'k', 'stop', 'deadline', 'pool', 'lease', 'boarded')
   if not owned(j, epoch, nonce) then
     local mine = j.owner == nonce and tonumber(j.epoch == '' and -1 or j.epoch) == tonumber(epoch) + 1
     if mine and j.status ~= 'running' and j.status ~= 'queued' then return { 'ended', j.k, j.status } end
@@ -27,6 +27,7 @@ local function one(key, a)
   if prompt_tokens ~= '' then redis.call('HSET', key, 'prompt_tokens', prompt_tokens) end
   if first > 0 and first ~= k + 1 then return { 'at', j.k, stop } end
   if board ~= '' then redis.call('HSET', key, 'boarded', j.k) end
+  if count > 0 and j.boarded == j.k then note_event(key, 'first_token', int(k + count), '') end
   if count > 0 then
     k = k + count
     redis.call('XADD', log_key(id), 'NOMKSTREAM', epoch .. '-' .. int(k), 'd', data)
