@@ -53,7 +53,8 @@ local function keep_until(key, at)
 end
 
 -- What happened to a job, for its timeline (tasks/life.py reads it): a line an event, `<ms> <event> <tokens> <detail>`.
--- It is bounded: of a long one the first event and the last stay.
+-- It is bounded: of a long one the first event and the last stay. `first` is the line of the latest first token, apart for as
+-- long as nothing follows it: that a step should have to read nothing.
 local LIFE_MOST = 2048
 local function with_event(life, at, event, k, detail)
   if #life > LIFE_MOST then
@@ -68,7 +69,8 @@ local function with_event(life, at, event, k, detail)
 end
 
 local function note_event(key, event, k, detail)
-  redis.call('HSET', key, 'life', with_event(redis.call('HGET', key, 'life') or '', NOW, event, k, detail))
+  local r = fields(key, 'life', 'first')
+  redis.call('HSET', key, 'life', with_event(r.life .. r.first, NOW, event, k, detail), 'first', '')
 end
 
 -- Has this idempotency key made something already? Returns again or conflict (with another body), and its id.

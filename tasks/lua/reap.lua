@@ -56,8 +56,8 @@ end
 
 -- The owner of a job that ends now was lost when its lease ran out.
 local function note_lost(key, j)
-  local r = fields(key, 'life', 'worker')
-  redis.call('HSET', key, 'life', with_event(r.life, tonumber(j.lease), 'lost', j.k, r.worker))
+  local r = fields(key, 'life', 'first', 'worker')
+  redis.call('HSET', key, 'life', with_event(r.life .. r.first, tonumber(j.lease), 'lost', j.k, r.worker), 'first', '')
 end
 
 local invited = {}

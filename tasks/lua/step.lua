@@ -27,11 +27,14 @@ local function one(key, a)
   if prompt_tokens ~= '' then redis.call('HSET', key, 'prompt_tokens', prompt_tokens) end
   if first > 0 and first ~= k + 1 then return { 'at', j.k, stop } end
   if board ~= '' then redis.call('HSET', key, 'boarded', j.k) end
-  if count > 0 and j.boarded == j.k then note_event(key, 'first_token', int(k + count), '') end
   if count > 0 then
     k = k + count
     redis.call('XADD', log_key(id), 'NOMKSTREAM', epoch .. '-' .. int(k), 'd', data)
-    redis.call('HSET', key, 'k', int(k))
+    if j.boarded == j.k then
+      redis.call('HSET', key, 'k', int(k), 'first', int(NOW) .. ' first_token ' .. int(k) .. ' \n')
+    else
+      redis.call('HSET', key, 'k', int(k))
+    end
     if text ~= '' then redis.call('APPEND', text_key(id), text) end
     publish(id, data)
   end
