@@ -51,7 +51,8 @@ REAPER = (
         "reap: the deadline of a job without an owner",
         "it would wait for a worker that never comes",
         one(
-            "  elseif NOW >= deadline then\n    note_lost(key, j)\n    terminal_stop(id, 'expired')\n  elseif not model_is_gone",
+            "  elseif NOW >= deadline then\n    note_lost(key, j)\n    terminal_stop(id, 'expired')\n"
+            "  elseif not model_is_gone",
             "  elseif not model_is_gone",
         ),
         (test_ledger_reaper.test_a_job_that_lost_its_owner_expires_with_no_worker_alive,),
