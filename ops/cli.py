@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shlex
-import socket
 import sys
 import traceback
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from ops.jobs_cli import DataDirOption, JsonOption, UrlOption, connect_api, jobs
 from ops.keys_cli import keys_app
 from ops.text import print_error, table
 from tasks.codes import CarpoolError
+from tasks.process_name import PROCESS_NAME_VARIABLE, process_name
 from tasks.redis_clients import ServerRefused
 from tasks.settings import Settings, SettingsError, load_settings
 
@@ -66,8 +66,6 @@ def _engine_args(pairs: list[str] | None) -> str | None:
 
 
 def _is_supervised() -> bool:
-    from ops.up import PROCESS_NAME_VARIABLE
-
     return PROCESS_NAME_VARIABLE in os.environ
 
 
@@ -135,12 +133,6 @@ def api(
     serve(settings)
 
 
-def _default_name(role: str) -> str:
-    from ops.up import PROCESS_NAME_VARIABLE
-
-    return os.environ.get(PROCESS_NAME_VARIABLE) or f"{role}-{socket.gethostname()}"
-
-
 @app.command()
 def worker(
     name: Annotated[str | None, typer.Option(help="The worker's name; else worker-<host name>.")] = None,
@@ -169,7 +161,7 @@ def worker(
         share_gpus=share_gpus,
         redis_url=redis_url,
     )
-    name = name or _default_name("worker")
+    name = name or process_name("worker")
     if check:
         _check_heartbeat(settings, name)
         return
@@ -208,7 +200,7 @@ def webhooks(
     required_secrets(settings)
     if not _is_supervised():
         preflight.check_redis(settings)
-    raise typer.Exit(run(settings, name or _default_name("webhooks")))
+    raise typer.Exit(run(settings, name or process_name("webhooks")))
 
 
 @app.command()

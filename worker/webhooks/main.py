@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 from celery import signals
@@ -19,6 +19,7 @@ from tasks.lifeline import terminate_self, watch_lifeline
 from tasks.logs import configure_logging
 from tasks.redis_clients import ServerRefused, check_server, connect
 from tasks.settings import Settings, SettingsError
+from tasks.tracing import Tracing, start_tracing
 from tasks.webhook_calls import WebhookCalls, job_of_event
 from tasks.webhook_secrets import webhook_secrets
 from tasks.webhook_workers import WebhookWorker
@@ -26,6 +27,9 @@ from worker.broker import use_gate
 from worker.webhooks.delivery import Deliverer
 from worker.webhooks.dispatcher import Dispatcher
 from worker.webhooks.sender import Sender
+
+if TYPE_CHECKING:
+    from worker.webhooks.spans import WebhookSpans
 
 _log = structlog.get_logger("carpool.webhooks")
 #: Beside the bound on the attempts that run: what Celery needs to end.
@@ -50,10 +54,13 @@ def run(settings: Settings, name: str) -> int:
     # as many again wait in the broker as threads are busy: nobody waits for a message, and few leave the outbox's order
     most_messages = 2 * settings.webhook_concurrency
     outdated = _Outdated()
+    tracing = start_tracing(settings, "webhooks", name)
     with connect(settings) as client:
         check_server(client, settings.redis_url)
         sender = Sender(settings.webhook_timeout_s, allow_private=settings.webhook_allow_private)
-        deliverer = Deliverer(settings, SyncLedger(client, settings), calls, sender, secrets, most_messages)
+        deliverer = Deliverer(
+            settings, SyncLedger(client, settings), calls, sender, secrets, most_messages, _spans(tracing)
+        )
         dispatcher = Dispatcher(settings, calls, WebhookWorker(name, socket.gethostname(), os.getpid()), most_messages)
         keeper = Keeper(settings, invitation_template(celery), outdated.drain)
         stopping = threading.Event()
@@ -90,9 +97,19 @@ def run(settings: Settings, name: str) -> int:
             stop()
             dispatcher.close()
             keeper.close()
+            if tracing is not None:
+                tracing.close()
     if outdated.advice:
         raise ServerRefused(outdated.advice)
     return int(worker.exitcode or 0)
+
+
+def _spans(tracing: Tracing | None) -> WebhookSpans | None:
+    if tracing is None:
+        return None
+    from worker.webhooks.spans import WebhookSpans
+
+    return WebhookSpans(tracing)
 
 
 def required_secrets(settings: Settings) -> tuple[str, ...]:
