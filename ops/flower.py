@@ -15,6 +15,7 @@ from tornado.web import authenticated
 
 from tasks.app import create_celery
 from tasks.lifeline import watch_lifeline
+from tasks.logs import configure_logging
 from tasks.settings import Settings
 
 
@@ -40,7 +41,8 @@ def run_flower(settings: Settings, port: int) -> None:
     apply_env_options()
     apply_options("flower", ["--address=127.0.0.1", f"--port={port}"])
     extract_settings()
-    setup_logging()
+    configure_logging(settings, "flower")
+    setup_logging()  # of Tornado, which leaves handlers that are there
     flower = _Flower(capp=create_celery(settings), options=options, **flower_settings)
     atexit.register(flower.stop)
     signal.signal(signal.SIGTERM, sigterm_handler)

@@ -49,4 +49,7 @@ class Reports:
 
     def _run(self) -> None:
         while (report := self._queue.get()) is not None:
-            report()
+            try:
+                report()
+            except Exception:  # noqa: BLE001 - one that cannot be told must not silence all that follow
+                _log.exception("report_failed")

@@ -50,6 +50,8 @@ def load_model(settings: Settings, report: Report) -> LoadedModel:
     """
     # Progress and errors are reported by us, in our own words.
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_default_handler()
+    transformers.logging.enable_propagation()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     disable_progress_bars()
     device = choose_device(settings.device)

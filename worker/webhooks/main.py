@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 from celery import signals
+from celery.worker import state as celery_state
 
 from tasks import keys
 from tasks.app import plain_celery
@@ -45,7 +49,7 @@ def run(settings: Settings, name: str) -> int:
         SettingsError: there is no secret to sign with, or one that is none.
         CarpoolError: Redis cannot be used.
     """
-    configure_logging(settings)
+    configure_logging(settings, "webhooks", name)
     secrets = required_secrets(settings)
     celery = plain_celery(settings)
     celery.set_current()
@@ -87,8 +91,13 @@ def run(settings: Settings, name: str) -> int:
             without_mingle=True,
             quiet=True,
         )
-        signals.worker_shutting_down.connect(stop, weak=False)
-        signals.worker_ready.connect(lambda **_: dispatcher.start(), weak=False)
+        signals.worker_shutting_down.connect(stop, weak=False)  # by a signal before it was ready
+
+        def begin(**_: object) -> None:
+            _take_signals(stop)
+            dispatcher.start()
+
+        signals.worker_ready.connect(begin, weak=False)
         keeper.start()
         watch_lifeline(kill_after_s=settings.webhook_timeout_s + _AFTER_DRAIN_S)
         try:
@@ -121,6 +130,19 @@ def required_secrets(settings: Settings) -> tuple[str, ...]:
             "Make one with: echo whsec_$(openssl rand -base64 32)"
         )
     return secrets
+
+
+def _take_signals(stop: Callable[[], None]) -> None:
+    """Take the signals over from Celery, which would print a line that is none of a log."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and celery_state.should_stop is not None:
+            os._exit(128 + number)
+        stop()
+        setattr(celery_state, "should_stop", os.EX_OK)  # noqa: B010 - its stub says None
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
 
 
 class _Outdated:
