@@ -61,3 +61,15 @@ def parse_life(text: str) -> list[LifeEvent]:
             case _:
                 events.append(LifeEvent(event, int(at), int(tokens), cause=detail))
     return events
+
+
+def until_claim(life: str, epoch: int) -> list[LifeEvent]:
+    """The events up to the claim of this epoch, which is the last of them.
+
+    More may stand behind it where the claim was sent again. Raises ValueError where it is not there.
+    """
+    events = parse_life(life)
+    for place in reversed(range(len(events))):
+        if events[place].event == "claimed" and events[place].epoch == epoch:
+            return events[: place + 1]
+    raise ValueError(f"no claim of epoch {epoch} in {life!r}")

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from ops.timeline import timeline
-from tasks.life import parse_life
+from tasks.life import parse_life, until_claim
 from tasks.settings import Settings
 from tests.api_keys import make_key
 from tests.api_server import ApiServer, running_api
@@ -106,6 +106,17 @@ def test_a_claim_that_is_sent_again_is_noted_once_and_tells_the_same_life(ledger
     again, _ = ledger.try_claim(nonce=nonce)
     assert first.life == again.life == ledger.field("j", "life")
     assert [name for name, _, _ in life(ledger)] == ["claimed"]
+
+
+def test_what_happens_before_a_claim_is_sent_again_stands_behind_it(ledger: LedgerOnAClock) -> None:
+    ledger.accept()
+    _, nonce = ledger.try_claim()
+    ledger.run(ledger.calls.cancel("j"))
+    again, _ = ledger.try_claim(nonce=nonce)
+    assert [event.event for event in parse_life(again.life)] == ["claimed", "cancel_asked"]
+    assert [event.event for event in until_claim(again.life, again.epoch)] == ["claimed"]
+    with pytest.raises(ValueError, match="no claim of epoch 7"):
+        until_claim(again.life, 7)
 
 
 def test_a_hand_back_is_noted_and_the_wait_counts_from_there(ledger: LedgerOnAClock) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from tasks.ledger_types import Claim
-from tasks.life import parse_life
+from tasks.life import until_claim
 from tasks.reports import Reports
 from tasks.trace_context import trace_id_of
 from worker.workload_manager import Ride
@@ -77,7 +77,7 @@ class RideReports:
     # --- on the thread of the reports --------------------------------------------------------------------------------
 
     def _tell_claim(self, job: str, trace: str, claim: Claim, claimed_ns: int) -> None:
-        *before, own = parse_life(claim.life)
+        *before, own = events = until_claim(claim.life, claim.epoch)
         if self._logs:
             was_lost = bool(before) and before[-1].event == "lost"
             _log.info(
@@ -90,7 +90,7 @@ class RideReports:
                 **_traced(trace),
             )
         if self._spans is not None and trace:
-            self._spans.claimed(job, trace, claim.life, claimed_ns, self._model)
+            self._spans.claimed(job, trace, events, claimed_ns, self._model)
 
     def _tell_end(self, ride: Ride, outcome: str, end_ns: int) -> None:
         end, times = ride.end, ride.times

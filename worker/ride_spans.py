@@ -24,7 +24,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from tasks.life import LifeEvent, parse_life
+from tasks.life import LifeEvent
 from tasks.tracing import Tracing
 from worker.ride_times import Leg
 
@@ -65,10 +65,13 @@ class RideSpans:
         self._tracing = tracing
         self._tracer = tracing.tracer
 
-    def claimed(self, job: str, trace: str, life: str, claimed_ns: int, model: str) -> None:
-        """A job was claimed: tell how long it had waited, and of the ride before, where its worker could not."""
+    def claimed(self, job: str, trace: str, events: list[LifeEvent], claimed_ns: int, model: str) -> None:
+        """A job was claimed: tell how long it had waited, and of the ride before, where its worker could not.
+
+        Args:
+            events: what happened to the job, up to this claim.
+        """
         parent = self._tracing.context_of(trace)
-        events = parse_life(life)
         own = events[-1]
         attributes: dict[str, Any] = {"carpool.job.id": job, "carpool.ride": own.epoch, "gen_ai.request.model": model}
         start_ns = claimed_ns - own.waited_ms * _MS
