@@ -111,7 +111,7 @@ def test_ctrl_c_cancels_a_generation(instance: Instance) -> None:
         _, errors = process.communicate(timeout=30)
     assert process.returncode == ExitCode.INTERRUPTED
     assert errors.startswith("Cancelled job ")
-    job = json.loads(instance.run("jobs show", errors.split()[-1].rstrip(".")).stdout)
+    job = json.loads(instance.run("jobs show", errors.split()[-1].rstrip("."), "--json").stdout)
     assert job["status"] == "cancelled"
 
 
