@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +22,9 @@ from api.rate_headers import RATE_HEADERS
 from api.safety import BodyCheck, RequestIds
 from api.service import Service
 from tasks.api_key_terms import read_key_file
+from tasks.process_name import process_name
 from tasks.settings import Settings, load_settings
+from tasks.tracing import start_tracing
 
 _DESCRIPTION = """LLM generation on Celery and Redis.
 
@@ -57,17 +60,22 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     Its parts (clients of Redis, the relay, the keeper of the ledger) live as long as its lifespan.
 
     Raises:
-        SettingsError: a setting cannot be used, or what CARPOOL_API_KEYS_FILE holds.
+        SettingsError: a setting cannot be used, or what CARPOOL_API_KEYS_FILE holds; or traces that cannot be had.
     """
     used = settings or load_settings()
     listed_keys = read_key_file(Path(used.api_keys_file).expanduser(), time.time()) if used.api_keys_file else ()
+    tracing = start_tracing(used, "api", process_name("api"))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with Service(used, listed_keys) as service, BatchRunner(service) as batches:
-            app.state.service = service
-            app.state.batches = batches
-            yield
+        try:
+            async with Service(used, listed_keys, tracing) as service, BatchRunner(service) as batches:
+                app.state.service = service
+                app.state.batches = batches
+                yield
+        finally:
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     app = _Application(
         title="Carpool",
@@ -107,6 +115,10 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             expose_headers=["Location", "Retry-After", "x-carpool-job-id", "x-request-id", *RATE_HEADERS],
         )
     app.add_middleware(RequestIds, root_path=used.root_path)
+    if tracing is not None:
+        from api.tracing import TraceRequests
+
+        app.add_middleware(TraceRequests, tracing=tracing)
     return app
 
 

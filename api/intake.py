@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import redis.asyncio
@@ -19,6 +21,7 @@ from api.counting import TokenCounter
 from api.errors import naming_job
 from api.events import as_json
 from api.feed import Feed
+from api.job_log import log_accepted
 from api.models import Models
 from api.relay import Relay
 from tasks import keys
@@ -31,7 +34,9 @@ from tasks.ledger import AsyncLedger, script_text
 from tasks.ledger_types import Acceptance, Accepted, Job
 from tasks.priority import NORMAL
 from tasks.registry import ModelInfo
+from tasks.reports import Reports
 from tasks.settings import Settings
+from tasks.tracing import Tracing
 
 _KEY: Final = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?")
 
@@ -134,6 +139,8 @@ class Intake:
     Args:
         keeper: invites jobs of a pool; never blocks.
         models: tells whether anybody serves a pool.
+        reports: tells of what was accepted.
+        tracing: None where traces are off.
     """
 
     def __init__(
@@ -145,6 +152,8 @@ class Intake:
         counter: TokenCounter,
         keeper: Keeper,
         models: Models,
+        reports: Reports,
+        tracing: Tracing | None,
     ) -> None:
         self._settings = settings
         self._client = client
@@ -153,6 +162,9 @@ class Intake:
         self._counter = counter
         self._keeper = keeper
         self._models = models
+        self._reports = reports
+        self._tracing = tracing
+        self._logs = logging.getLogger("carpool.jobs").isEnabledFor(logging.INFO)
 
     async def accept(self, draft: Draft, alias: str, model: ModelInfo | None) -> Ticket:
         """Record the jobs and invite a worker, in one call.
@@ -284,6 +296,20 @@ class Intake:
         )
 
     async def _record(self, acceptance: Acceptance) -> tuple[Accepted, bool | None]:
+        if self._tracing is None:
+            accepted, durable = await self._write(acceptance)
+        else:
+            from api.tracing import accepting
+
+            with accepting(self._tracing, acceptance) as (traced, span):
+                acceptance = traced
+                accepted, durable = await self._write(traced)
+                span.set_attribute("carpool.verdict", accepted.verdict)
+        if accepted.verdict == "ok" and self._logs:
+            self._reports.put(partial(log_accepted, acceptance))
+        return accepted, durable
+
+    async def _write(self, acceptance: Acceptance) -> tuple[Accepted, bool | None]:
         try:
             if self._settings.ack_after_fsync:
                 return await self._record_on_disk(acceptance)

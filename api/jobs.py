@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import structlog
 from fastapi import APIRouter, Query, Request
@@ -18,6 +18,7 @@ from api.generation import ERRORS, EVENTS, idempotency_of
 from api.intake import Draft, Ticket
 from api.schemas import ErrorAnswer, JobPage, JobView, SubmitJob
 from api.service import Service, job_not_found, service_of
+from api.timeline import timeline_of
 from api.waiting import has_ended, wait_for_end
 from tasks import keys
 from tasks.calls import Call
@@ -75,6 +76,7 @@ async def get_job(
     id: str,
     request: Request,
     wait: Annotated[float, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for the end.")] = 0,
+    include: Annotated[Literal["", "events"], Query(description="`events`: what happened to it, too.")] = "",
 ) -> Response:
     """Ask for a job; with `wait`, the answer comes when it has ended, or when the time is over."""
     service, caller = service_of(request), caller_of(request)
@@ -88,6 +90,11 @@ async def get_job(
     if wait and not has_ended(json.loads(text)):
         text = await _wait_for_end(service, request, id, wait)
     root = root_path(request)
+    if include:
+        view = json.loads(text)
+        return Response(
+            as_json(_rooted({**view, **await timeline_of(service, view, caller)}, root)), media_type="application/json"
+        )
     return Response(as_json(_rooted(json.loads(text), root)) if root else text, media_type="application/json")
 
 

@@ -71,6 +71,7 @@ class RequestIds:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                scope["state"]["status"] = message["status"]  # for its trace
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -173,6 +173,39 @@ class WebhookView(BaseModel):
     next_attempt_at: float | None
 
 
+class JobEvent(BaseModel):
+    """Something that happened to a job. What an event does not have is left out."""
+
+    at: float
+    event: Literal[
+        "accepted",
+        "invited",
+        "claimed",
+        "first_token",
+        "model_process_died",
+        "worker_lost",
+        "handed_back",
+        "cancel_requested",
+        "omitted",
+        "ended",
+        "webhook_attempted",
+    ]
+    job: str
+    tokens: int = Field(description="Tokens that it had then.")
+    priority: int | None = None
+    key: str | None = Field(None, description="accepted: name of the API key.")
+    worker: str | None = Field(None, description="claimed, worker_lost: its name.")
+    ride: int | None = Field(None, description="claimed: counts the workers that took it up, from 1.")
+    waited_s: float | None = Field(None, description="claimed: for how long it had waited for a worker.")
+    cause: str | None = Field(None, description="model_process_died: how, and while doing what.")
+    status: str | None = Field(None, description="ended: as the job's.")
+    finish_reason: str | None = None
+    tokens_per_s: float | None = Field(None, description="ended: since the first token of the last ride.")
+    status_code: int | None = Field(None, description="webhook_attempted: what the receiver answered.")
+    error: str | None = None
+    duration_ms: int | None = None
+
+
 class JobView(BaseModel):
     """A job, or a group of jobs with `children` and `texts`. Times are seconds since 1970."""
 
@@ -201,6 +234,8 @@ class JobView(BaseModel):
     webhook: WebhookView | None
     urls: JobUrls
     durable: bool | None = Field(None, description="With CARPOOL_ACK_AFTER_FSYNC: whether the record is on disk.")
+    events: list[JobEvent] | None = Field(None, description="With `include=events`: what happened to it, in order.")
+    expires_at: float | None = Field(None, description="With `include=events`: until then it is kept.")
 
 
 class JobPage(BaseModel):

@@ -53,8 +53,8 @@ def serve(settings: Settings) -> None:
         SettingsError: the host may not be served so, its port is taken, or a secret of webhooks is none.
         CarpoolError: the Redis server would lose jobs, or its ledger is of a newer release.
     """
+    configure_logging(settings, "api")
     webhook_secrets(settings)
-    configure_logging(settings)
     raise_file_limit()
     check_redis(settings)
     check_host(settings, redis_may_be_away=True)

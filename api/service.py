@@ -33,7 +33,9 @@ from tasks.keeper import Keeper
 from tasks.ledger import AsyncLedger
 from tasks.ledger_types import JobState
 from tasks.redis_clients import connect_async
+from tasks.reports import Reports
 from tasks.settings import Settings
+from tasks.tracing import Tracing
 
 _log = structlog.get_logger("carpool.api")
 
@@ -43,12 +45,13 @@ class Service:
 
     Args:
         listed_keys: those of CARPOOL_API_KEYS_FILE.
+        tracing: makes its spans; None where traces are off.
 
     Attributes:
         stopping: set when the server is to end. Streams and waits then end at once, and no job is cancelled for it.
     """
 
-    def __init__(self, settings: Settings, listed_keys: Sequence[ApiKey] = ()) -> None:
+    def __init__(self, settings: Settings, listed_keys: Sequence[ApiKey] = (), tracing: Tracing | None = None) -> None:
         self.settings = settings
         self.webhooks = WebhookGate(settings)
         self.client = connect_async(settings)
@@ -65,12 +68,24 @@ class Service:
         self._revokes = RevokeListener(settings, self._celery)
         self._counter = TokenCounter(self.client)
         self.keyring = Keyring(settings, listed_keys, self.relay.wake_all)
-        self.intake = Intake(settings, self.client, self.ledger, self.relay, self._counter, self._keeper, self.models)
+        self.reports = Reports()
+        self.intake = Intake(
+            settings,
+            self.client,
+            self.ledger,
+            self.relay,
+            self._counter,
+            self._keeper,
+            self.models,
+            self.reports,
+            tracing,
+        )
         self._background: set[asyncio.Task[None]] = set()
         self._num_streams = 0
         self.server_is_checked = False
 
     async def __aenter__(self) -> Self:
+        self.reports.start()
         self._keeper.start()
         self._revokes.start()
         self.relay.start()
@@ -88,6 +103,7 @@ class Service:
         await asyncio.to_thread(self._keeper.close)
         await asyncio.to_thread(self._revokes.close)
         await asyncio.to_thread(self._celery.close)
+        await asyncio.to_thread(self.reports.close)
         self._counter.close()
         await self.client.aclose()
 

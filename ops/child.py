@@ -13,6 +13,7 @@ import psutil
 
 from ops.errors import ExitCode, OperationError
 from ops.instance import ProcessEntry, Role
+from ops.log_lines import readable, supervisor_line
 from ops.logs import ChildLog
 from ops.process import ProcessIdentity, describe_exit, signal_group
 
@@ -25,7 +26,7 @@ class ChildGaveUp(OperationError):
 
     def __init__(self, name: str, cause: str, times: int, log: ChildLog) -> None:
         how = f"ended before it could work ({cause})" if times == 1 else f"ended {times} times in a row (last: {cause})"
-        super().__init__(f"{name} {how}", f"Its log: {log.path}", details=log.tail())
+        super().__init__(f"{name} {how}", f"Its log: {log.path}", details=tuple(map(readable, log.tail())))
 
 
 @dataclass(slots=True)
@@ -175,7 +176,7 @@ class Child:
             async with asyncio.timeout(self.spec.stop_s):
                 await self._ended.wait()
         except TimeoutError:
-            self.log.append(f"supervisor: {self.spec.name} did not drain within {self.spec.stop_s:g} s: killed")
+            self.log.append(supervisor_line("did_not_drain", process=self.spec.name, killed_after_s=self.spec.stop_s))
             if self._process is not None:
                 signal_group(self._process.pid, signal.SIGKILL)
             await self._ended.wait()

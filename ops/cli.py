@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shlex
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -17,8 +16,11 @@ import typer
 from ops.errors import ExitCode, OperationError
 from ops.jobs_cli import DataDirOption, JsonOption, UrlOption, connect_api, jobs_app
 from ops.keys_cli import keys_app
+from ops.log_lines import log_error
 from ops.text import print_error, table
 from tasks.codes import CarpoolError
+from tasks.logs import configure_logging, logs_are_json
+from tasks.process_name import PROCESS_NAME_VARIABLE, process_name
 from tasks.redis_clients import ServerRefused
 from tasks.settings import Settings, SettingsError, load_settings
 
@@ -67,8 +69,6 @@ def _engine_args(pairs: list[str] | None) -> str | None:
 
 
 def _is_supervised() -> bool:
-    from ops.up import PROCESS_NAME_VARIABLE
-
     return PROCESS_NAME_VARIABLE in os.environ
 
 
@@ -129,17 +129,12 @@ def api(
     from ops import preflight
 
     settings = _settings(debug, host=host, port=port, model_aliases=_aliases(model_alias), redis_url=redis_url)
+    configure_logging(settings, "api")
     if not _is_supervised():  # else the supervisor has looked
         preflight.check_host(settings)
         preflight.check_keys_file(settings)
         preflight.claim_port(settings.host, settings.port)
     serve(settings)
-
-
-def _default_name(role: str) -> str:
-    from ops.up import PROCESS_NAME_VARIABLE
-
-    return os.environ.get(PROCESS_NAME_VARIABLE) or f"{role}-{socket.gethostname()}"
 
 
 @app.command()
@@ -170,7 +165,7 @@ def worker(
         share_gpus=share_gpus,
         redis_url=redis_url,
     )
-    name = name or _default_name("worker")
+    name = name or process_name("worker")
     if check:
         from ops.health import check_health
 
@@ -180,6 +175,7 @@ def worker(
     from ops.checks import check_model
     from worker.main import run
 
+    configure_logging(settings, "worker", name)
     if not _is_supervised():
         preflight.check_engine(settings)
         check_model(settings)
@@ -198,10 +194,12 @@ def webhooks(
     from worker.webhooks.main import required_secrets, run
 
     settings = _settings(debug, redis_url=redis_url)
+    name = name or process_name("webhooks")
+    configure_logging(settings, "webhooks", name)
     required_secrets(settings)
     if not _is_supervised():
         preflight.check_redis(settings)
-    raise typer.Exit(run(settings, name or _default_name("webhooks")))
+    raise typer.Exit(run(settings, name))
 
 
 @app.command()
@@ -402,11 +400,14 @@ def main() -> None:
     except (OperationError, SettingsError, CarpoolError) as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        if isinstance(error, OperationError):
+        code = error.exit_code if isinstance(error, OperationError) else _exit_code(error)
+        if logs_are_json() and (_is_supervised() or os.environ.get("CARPOOL_LOG_FORMAT") == "json"):
+            log_error(error, code)  # nobody has typed the command
+        elif isinstance(error, OperationError):
             print_error(error.cause, error.fix, error.details)
-            sys.exit(error.exit_code)
-        print_error(str(error))
-        sys.exit(_exit_code(error))
+        else:
+            print_error(str(error))
+        sys.exit(code)
 
 
 def _exit_code(error: SettingsError | CarpoolError) -> ExitCode:

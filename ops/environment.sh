@@ -103,7 +103,7 @@ install_packages() {
     install_torch
     extras='[transformers]'
   fi
-  [ "$1" != dev ] || extras='[transformers,test,tools]'
+  [ "$1" != dev ] || extras='[transformers,otel,test,tools]'
   say "install: packages${extras:+ $extras}"
   must_install --editable "$root$extras"
 }

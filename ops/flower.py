@@ -99,8 +99,8 @@ def run_flower(settings: Settings, host: str, port: int) -> None:
     apply_env_options()
     apply_options("flower", [f"--address={host}", f"--port={port}"])
     extract_settings()
-    setup_logging()
-    configure_logging(settings)
+    configure_logging(settings, "flower")
+    setup_logging()  # of Tornado, which leaves handlers that are there
     flower = _Flower(settings, capp=create_celery(settings), options=options, **flower_settings)
     atexit.register(flower.stop)
     signal.signal(signal.SIGTERM, sigterm_handler)

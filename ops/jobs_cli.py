@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from ops.client import ApiClient, find_url
+from ops.display import is_fancy
 from ops.instance import DataDir
 from ops.text import table
+from ops.timeline import timeline
 from tasks.settings import load_settings
 
 UrlOption = Annotated[str | None, typer.Option("--url", help="Address of the API; else the instance of the data dir.")]
@@ -60,11 +63,15 @@ def _time(seconds: float) -> str:
 
 @jobs_app.command("show")
 def show_job(
-    job_id: Annotated[str, typer.Argument(help="The job's id.")], url: UrlOption = None, data_dir: DataDirOption = None
+    job_id: Annotated[str, typer.Argument(help="The job's id.")],
+    as_json: JsonOption = False,
+    url: UrlOption = None,
+    data_dir: DataDirOption = None,
 ) -> None:
-    """Print everything about a job, as JSON."""
+    """Show a job's life as a timeline; with --json everything about it."""
     with connect_api(url, data_dir) as client:
-        typer.echo(json.dumps(client.get(f"/jobs/{job_id}"), indent=2, ensure_ascii=False))
+        job = client.get(f"/jobs/{job_id}", include="events")
+    typer.echo(json.dumps(job, indent=2, ensure_ascii=False) if as_json else timeline(job, colors=is_fancy(sys.stdout)))
 
 
 @jobs_app.command("cancel")

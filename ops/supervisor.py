@@ -13,12 +13,12 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from ops.child import Child, ChildSpec
 from ops.display import Display
 from ops.errors import ExitCode, OperationError, PreconditionError
 from ops.instance import DataDir, ProcessEntry, RunFile
+from ops.log_lines import supervisor_line
 from ops.logs import ChildLog
 from ops.process import ProcessIdentity
 from ops.readiness import Readiness
@@ -216,6 +216,6 @@ class Supervisor:
     def _record(self, entry: ProcessEntry) -> None:
         self._run_file = self._run_file.with_process(entry)
         self._run_file.write(self._plan.data.run_file)
-        cause = f" ({entry.cause})" if entry.cause else ""
-        now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-        self._log("supervisor").append(f"{now} {entry.name} pid {entry.pid}: {entry.state}{cause}")
+        cause = {"cause": entry.cause} if entry.cause else {}
+        line = supervisor_line("process_state", process=entry.name, pid=entry.pid, state=entry.state, **cause)
+        self._log("supervisor").append(line)

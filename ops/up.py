@@ -26,10 +26,10 @@ from ops.process import signal_group, wait_until_ended
 from ops.redis_guardian import MARGIN_S, STOP_S
 from ops.supervisor import Plan, Supervisor
 from tasks.lifeline import LIFELINE_VARIABLE
+from tasks.process_name import PROCESS_NAME_VARIABLE
 from tasks.settings import NOT_FOR_CHILDREN, PREFIX, Settings, read_secret_file
 from tasks.webhook_secrets import webhook_secrets
 
-PROCESS_NAME_VARIABLE = "CARPOOL_PROCESS_NAME"
 FLOWER_PORT = 5555
 API_STOP_S = 20.0
 _DESCRIPTORS = 65536

@@ -240,10 +240,12 @@ class Calls:
 def acceptance_body(request: Acceptance) -> dict[str, Any]:
     """A request as the scripts that accept read it; the inputs of its jobs go beside it."""
     limits = {} if request.limits is None else {"limits": _limits_body(request.limits)}
+    trace = {"trace": request.trace} if request.trace else {}
     counted = {"counted": list(request.counted_tokens)} if request.counted_tokens else {}
     return {
         **limits,
         **counted,
+        **trace,
         "id": request.id,
         "pool": request.pool,
         "model": request.pool,
@@ -312,7 +314,8 @@ def _parse_claim(answer: list[str]) -> Claim:
     verdict = str(answer[0])
     if verdict != "ok":
         return Claim(verdict)
-    epoch, k, strikes, struck_at, stop, deadline, params, seed, given, default_tokens, boarded, version = answer[1:]
+    epoch, k, strikes, struck_at, stop, deadline, params, seed, given, default_tokens, boarded, version = answer[1:13]
+    trace, created_at, life = answer[13:]
     return Claim(
         verdict,
         epoch=int(epoch),
@@ -327,6 +330,9 @@ def _parse_claim(answer: list[str]) -> Claim:
         tokens_are_default=bool(default_tokens),
         boarded=bool(boarded),
         version=int(version),
+        created_at_ms=int(created_at),
+        trace=trace,
+        life=life,
     )
 
 

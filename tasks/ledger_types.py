@@ -82,6 +82,7 @@ class Acceptance:
         request: what the endpoint needs to answer again in its own shape, as JSON; recorded without effect.
         priority: from 0, which comes first, to 9.
         batch: the batch that this is a line of, "" where it is none.
+        trace: the trace that it is a part of (`tasks.trace_context`), "" where it is not traced.
         webhook: URL that is told of the end, "" where none is; of one job alone, not of a group or a line of a batch.
         idempotency, body_hash: hash of scope and key, hash of the canonical body; "" without a key.
     """
@@ -106,6 +107,7 @@ class Acceptance:
     priority: int = NORMAL
     batch: str = ""
     webhook: str = ""
+    trace: str = ""
     max_tokens: int = 0
     most_jobs: int = 0
     most_tokens: int = 0
@@ -167,7 +169,8 @@ class Claim:
 
     The rest is set for ok: the epoch of this ride, tokens in the log, deaths so far, a stop that is wanted ("" or a
     final status), the deadline in ms, what to generate, whether it has boarded, and the version of its
-    record, in which its log is written.
+    record, in which its log is written. And what is told of it: when it was accepted, its trace ("" where it is not
+    traced), and what has happened to it, with this claim (`tasks.life`).
     """
 
     verdict: str
@@ -183,6 +186,9 @@ class Claim:
     tokens_are_default: bool = False
     boarded: bool = False
     version: int = entries.VERSION
+    created_at_ms: int = 0
+    trace: str = ""
+    life: str = ""
 
 
 @dataclass(frozen=True, slots=True)

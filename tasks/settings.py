@@ -180,9 +180,14 @@ class Settings(BaseSettings):
     )
     appendfsync: Literal["everysec", "always"] = Field("everysec", description="Embedded Redis: when it is on disk.")
 
-    # Logs
+    # Logs and traces
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["auto", "json", "text"] = Field("auto", description="auto: text on a terminal, JSON elsewhere.")
+
+    traces: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="OpenTelemetry's spans, with the extra `otel`. auto: where OTEL_EXPORTER_OTLP_ENDPOINT is set.",
+    )
 
     @model_validator(mode="after")
     def _settings_that_depend_on_another(self) -> Self:

@@ -21,6 +21,7 @@ class DeliveryClaim:
         number: of the attempt, from 1.
         ended_ms: when the job has ended, in ms since 1970.
         job: the object of `GET /jobs/{id}`.
+        trace: the trace that the job is a part of, "" where it is not traced.
     """
 
     verdict: str
@@ -28,6 +29,7 @@ class DeliveryClaim:
     url: str = ""
     ended_ms: int = 0
     job: dict[str, Any] = field(default_factory=dict)
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,5 +108,5 @@ def _parse_sent(answer: list[Any]) -> Sent:
 def _parse_claim(answer: list[str]) -> DeliveryClaim:
     if answer[0] != "ok":
         return DeliveryClaim(str(answer[0]))
-    _, number, url, ended_ms, job = answer
-    return DeliveryClaim("ok", int(number), url, int(ended_ms), json.loads(job))
+    _, number, url, ended_ms, job, trace = answer
+    return DeliveryClaim("ok", int(number), url, int(ended_ms), json.loads(job), trace)

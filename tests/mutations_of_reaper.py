@@ -35,7 +35,7 @@ REAPER = (
     Mutation(
         "reap: a stop that nobody carries out",
         "a cancelled job whose owner is dead would never end",
-        one("  elseif j.stop ~= '' then\n    terminal_stop(id, j.stop)\n"),
+        one("  elseif j.stop ~= '' then\n    note_lost(key, j)\n    terminal_stop(id, j.stop)\n"),
         (test_ledger_reaper.test_a_job_that_is_to_stop_ends_when_its_lease_has_run_out,),
     ),
     Mutation(
@@ -51,7 +51,8 @@ REAPER = (
         "reap: the deadline of a job without an owner",
         "it would wait for a worker that never comes",
         one(
-            "  elseif NOW >= deadline then\n    terminal_stop(id, 'expired')\n  elseif not model_is_gone",
+            "  elseif NOW >= deadline then\n    note_lost(key, j)\n    terminal_stop(id, 'expired')\n"
+            "  elseif not model_is_gone",
             "  elseif not model_is_gone",
         ),
         (test_ledger_reaper.test_a_job_that_lost_its_owner_expires_with_no_worker_alive,),

@@ -112,7 +112,7 @@ def test_ctrl_c_cancels_a_generation(instance: Instance) -> None:
         _, errors = process.communicate(timeout=30)
     assert process.returncode == ExitCode.INTERRUPTED
     assert errors.startswith("Cancelled job ")
-    job = json.loads(instance.run("jobs show", errors.split()[-1].rstrip(".")).stdout)
+    job = json.loads(instance.run("jobs show", errors.split()[-1].rstrip("."), "--json").stdout)
     assert job["status"] == "cancelled"
 
 
@@ -209,7 +209,8 @@ def test_a_first_signal_drains_in_order_and_leaves_no_process(tmp_path: Path, si
         assert set(states.values()) == {"stopped"}
         assert instance.run("status").returncode == ExitCode.NOT_RUNNING
         log = (instance.data_dir / "logs" / "supervisor.log").read_text()
-        ends = [line.split()[1] for line in log.splitlines() if ": stopped" in line]
+        lines = [json.loads(line) for line in log.splitlines()]
+        ends = [line["process"] for line in lines if line.get("state") == "stopped"]
         assert ends == ["worker-1", "api", "redis", "supervisor"]
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from celery.worker import state as celery_state
 
 from tasks.invitations import INVITATION_HEADER
+from tasks.trace_context import trace_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Delivery:
 
     `tag` is the message's delivery tag, by which kombu knows it as unacknowledged. `request` is Celery's Request; it is
     touched on the consumer's event loop only, but for `acknowledge`, which is made to be called from any thread.
-    `payload` is the message's body: positional arguments, keyword arguments, and Celery's embedded options.
+    `payload` is the message's body: positional arguments, keyword arguments, and Celery's embedded options. `trace` is
+    the trace that its sender put into the headers of a native one.
     """
 
     id: str
@@ -31,6 +33,7 @@ class Delivery:
     native: bool
     request: Any
     payload: Any
+    trace: str = ""
 
 
 def delivery_of(request: Any, message: Any, payload: Any) -> Delivery:
@@ -41,7 +44,13 @@ def delivery_of(request: Any, message: Any, payload: Any) -> Delivery:
         native=INVITATION_HEADER not in (message.headers or {}),
         request=request,
         payload=payload,
+        trace=_trace_of(message.headers or {}),
     )
+
+
+def _trace_of(headers: Mapping[str, Any]) -> str:
+    traceparent, tracestate = headers.get("traceparent"), headers.get("tracestate")
+    return trace_context(traceparent, str(tracestate or "")) if isinstance(traceparent, str) else ""
 
 
 class CelerySide:

@@ -34,6 +34,7 @@ from worker.model_executor import ChildDied, ChildSaid, ExecutorEvent, GaveUp, M
 from worker.native_tasks import accept_native
 from worker.publisher import Publisher, error_json
 from worker.registration import Condition, Registration
+from worker.ride_reports import RideReports
 from worker.stop_notices import StopNotices
 from worker.workload_manager import End, Ride, RideState, WorkloadManager
 
@@ -84,10 +85,12 @@ class LLMEngine:
         on_gave_up: Callable[[str], None],
         executor: ModelExecutor,
         inbox: queue.SimpleQueue[_Event],
+        reports: RideReports | None = None,
     ) -> None:
         """`executor` is started, and its events come to `inbox`.
 
-        `on_gave_up` is called, from any thread, where this worker cannot go on, with the cause.
+        `on_gave_up` is called, from any thread, where this worker cannot go on, with the cause. `reports` tells what
+        becomes of the rides.
         """
         self.celery_side = CelerySide()
         self.incarnation = uuid.uuid4().hex
@@ -101,8 +104,9 @@ class LLMEngine:
         self._slots = WorkloadManager(settings.max_batch_size, settings.run_ahead_steps)
         self._executor = executor
         self._keeper = Keeper(settings, invitation_template(celery), on_outdated=on_gave_up)
+        self._reports = reports or RideReports()
         self._publisher = Publisher(
-            self._ledger, self._slots, self.celery_side, self._send, self._keeper.wake, settings.pool
+            self._ledger, self._slots, self.celery_side, self._send, self._keeper.wake, settings.pool, self._reports
         )
         self._registration = Registration(settings, self.incarnation, name)
         self._heartbeat = Heartbeat(settings, self._keeper, self._describe)
@@ -365,6 +369,9 @@ class LLMEngine:
             ride.ids.extend(delta.ids)
             ride.texts.extend(delta.texts)
             ride.lp.extend(delta.lp)
+            if ride.times.awaits_token and delta.ids:
+                ride.times.first_token()
+                self._reports.first_token(ride)
             if delta.prompt_tokens is not None:
                 ride.prompt_tokens = delta.prompt_tokens
             if delta.cached_tokens:
@@ -397,6 +404,9 @@ class LLMEngine:
         self._steps_to_accept = 0
         self._deaths.append(death)
         for ride in self._slots.rides:
+            if ride.in_child:
+                ride.times.out_of_child(death.cause)
+                self._reports.model_died(ride, death.cause)
             if ride.state is RideState.LEAVING:
                 ride.left()
         self._heartbeat.wake()

@@ -23,7 +23,7 @@ def run(settings: Settings, name: str) -> int:
     Raises:
         CarpoolError: Redis cannot be used, the model cannot be served, or another worker has its GPU.
     """
-    configure_logging(settings)
+    configure_logging(settings, "worker", name)
     try:
         with _gpu_of(settings, name):
             return _run(settings, name)

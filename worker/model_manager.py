@@ -68,6 +68,8 @@ def examine_model(settings: Settings) -> str:
 def be_quiet() -> None:
     """Progress and errors are reported by us, in our own words."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_default_handler()
+    transformers.logging.enable_propagation()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     disable_progress_bars()
 

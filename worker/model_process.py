@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final, TypeAlias
 
+from tasks.logs import configure_logging
+from tasks.process_name import process_name
 from tasks.settings import Settings
 from worker import messages
 from worker.channel import CommandWriter, UpdateReader, UpdateWriter
@@ -120,6 +122,7 @@ def _begin(
     update_pipe: Connection[Any, Any],
 ) -> None:
     """Body of the child. It has imported everything anew, maybe from another release's files than its parent."""
+    configure_logging(settings, "model-worker", f"{process_name('worker')}/model")
     if parents_version != messages.VERSION:
         UpdateWriter(update_pipe).send(
             Broken(
@@ -128,7 +131,12 @@ def _begin(
             )
         )
         sys.exit(EXIT_BROKEN)
-    main(settings, command_pipe, update_pipe)
+    try:
+        main(settings, command_pipe, update_pipe)
+    except Exception as error:
+        # multiprocessing would print it, and not ask the hook
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(1) from error
 
 
 def _exit_text(exit_code: int | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -37,7 +38,8 @@ def accept_native(ledger: SyncLedger, delivery: Delivery, settings: Settings) ->
             "model_not_found", f"no model {request.model!r} is served here; GET /jobs lists none for it"
         )
         pool = settings.pool
-    accepted = ledger.run(ledger.calls.accept(job_acceptance(delivery.id, pool, request, settings, native=True)))
+    acceptance = replace(job_acceptance(delivery.id, pool, request, settings, native=True), trace=delivery.trace)
+    accepted = ledger.run(ledger.calls.accept(acceptance))
     if accepted.verdict == "tomb":
         return False
     if error is not None:

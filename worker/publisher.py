@@ -21,6 +21,7 @@ from tasks.ledger import SyncLedger
 from tasks.ledger_types import Claim, Rider, SlotAnswer, SlotWrite
 from worker.delivery import CelerySide, Delivery
 from worker.messages import Abort, Command
+from worker.ride_reports import RideReports
 from worker.workload_manager import End, Ride, RideState, WorkloadManager
 
 _log = structlog.get_logger("carpool.engine")
@@ -39,6 +40,7 @@ class Publisher:
         send: gives a command to the child that the rides are in.
         pump: asks for a pool's next invitations.
         pool: the pool that this worker serves.
+        reports: tells what becomes of the rides.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Publisher:
         send: Callable[[Command], None],
         pump: Callable[[str], None],
         pool: str,
+        reports: RideReports | None = None,
     ) -> None:
         self._ledger = ledger
         self._calls = ledger.calls
@@ -57,6 +60,7 @@ class Publisher:
         self._send = send
         self._pump = pump
         self._pool = pool
+        self._reports = reports or RideReports()
         self._deliveries: dict[str, Delivery] = {}
         self._claimed_at: dict[str, float] = {}
         #: Of claims whose answer we have not seen: sent again with the same nonce, a claim that was granted stays ours.
@@ -127,7 +131,7 @@ class Publisher:
         if claim.verdict != "ok":
             if claim.verdict == "newer":
                 # its mark stays: it is invited again in seconds and not at once, or we two would go on for ever
-                _log.warning("job_of_a_newer_release", job=delivery.id)
+                _log.warning("job_of_a_newer_release", job_id=delivery.id)
             self._celery_side.given_up(delivery)
             del self._nonces[delivery.id]
             return None
@@ -143,6 +147,7 @@ class Publisher:
         self._deliveries[ride.id] = delivery
         self._claimed_at[ride.id] = time.monotonic()
         self._celery_side.started(delivery)
+        self._reports.claimed(ride, claim)
         if claim.stop:
             self.stop(ride, claim.stop)
         if not claim.boarded or ride.state is not RideState.CLAIMED:
@@ -269,7 +274,7 @@ class Publisher:
     def hand_back(self, ride: Ride) -> None:
         """Give a job back at its position, for another worker to go on."""
         answer = self._ledger.run(self._calls.release(ride.rider))
-        self._over(ride, "" if answer in ("released", "fenced") else answer)
+        self._over(ride, "" if answer in ("released", "fenced") else answer, handed_back=answer == "released")
         self._pump(self._pool)
 
     def _answered(self, ride: Ride, answer: SlotAnswer) -> None:
@@ -298,7 +303,7 @@ class Publisher:
 
     def _refused(self, ride: Ride, answer: SlotAnswer) -> None:
         ride.errors += 1
-        _log.error("ledger_refused_a_slot", job=ride.id, error=answer.stop)
+        _log.error("ledger_refused_a_slot", job_id=ride.id, error=answer.stop)
         if ride.errors >= _MAX_SLOT_ERRORS:
             self._lost(ride, "")
 
@@ -312,18 +317,20 @@ class Publisher:
             return
         ride.over_as = status
         if not status:
-            _log.warning("ride_lost", job=ride.id, at=ride.sent)
+            _log.warning("ride_lost", job_id=ride.id, tokens=ride.sent)
         if ride.state is RideState.BOARDED:
             ride.leave("")
             self._send(Abort(ride.id))
         elif not ride.in_child:
             self._over(ride, status)
 
-    def _over(self, ride: Ride, status: str) -> None:
+    def _over(self, ride: Ride, status: str, *, handed_back: bool = False) -> None:
         """Free the slot. `status` is the final status that this owner wrote, "" where it wrote none."""
         self._slots.remove(ride.id)
         delivery = self._deliveries.pop(ride.id)
         runtime = time.monotonic() - self._claimed_at.pop(ride.id)
+        if status or handed_back:  # of a ride that another has taken its successor tells
+            self._reports.over(ride, status or "handed_back")
         if status:
             reason = ride.end.finish_reason if ride.end and ride.end.finish_reason else status
             self._celery_side.ended(delivery, status, f"{ride.sent} tokens, {reason}", runtime)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis
 import structlog
@@ -24,11 +24,17 @@ from tasks.app import create_celery
 from tasks.codes import CarpoolError
 from tasks.lifeline import watch_lifeline
 from tasks.redis_clients import check_server, connect, redacted
+from tasks.reports import Reports
 from tasks.settings import Settings
+from tasks.tracing import Tracing, start_tracing
 from worker import remote_control
 from worker.broker import use_gate
 from worker.llm_engine import LLMEngine
 from worker.model_executor import ModelExecutor
+from worker.ride_reports import RideReports
+
+if TYPE_CHECKING:
+    from worker.ride_spans import RideSpans
 
 _log = structlog.get_logger("carpool.worker")
 #: A worker whose supervisor is gone may take so long to end after its drain.
@@ -46,7 +52,9 @@ def serve(settings: Settings, name: str, executor: ModelExecutor, inbox: queue.S
     celery.set_current()
     celery.set_default()
     shutdown = _Shutdown()
-    engine = LLMEngine(settings, celery, name, shutdown.give_up, executor, inbox)
+    tracing, reports = start_tracing(settings, "worker", name), Reports()
+    told = RideReports(reports, _spans(tracing), name, settings.pool)
+    engine = LLMEngine(settings, celery, name, shutdown.give_up, executor, inbox, told)
     celery.llm_engine = engine
     use_gate(celery.conf, engine.num_wanted)
     remote_control.install(celery, settings)
@@ -61,6 +69,7 @@ def serve(settings: Settings, name: str, executor: ModelExecutor, inbox: queue.S
         quiet=True,
     )
     signals.worker_ready.connect(lambda **_: shutdown.install(engine), weak=False)
+    reports.start()
     with _needing_redis(settings):
         engine.start()
     watch_lifeline(kill_after_s=settings.drain_s + _AFTER_DRAIN_S)
@@ -68,10 +77,21 @@ def serve(settings: Settings, name: str, executor: ModelExecutor, inbox: queue.S
         worker.start()
     finally:
         engine.close()
+        reports.close()
+        if tracing is not None:
+            tracing.close()
     if shutdown.cause:
         _log.error("worker_cannot_serve", cause=shutdown.cause)
         raise CarpoolError("no_worker", shutdown.cause)
     return int(worker.exitcode or 0)
+
+
+def _spans(tracing: Tracing | None) -> RideSpans | None:
+    if tracing is None:
+        return None
+    from worker.ride_spans import RideSpans
+
+    return RideSpans(tracing)
 
 
 def _await_server(client: redis.Redis, settings: Settings) -> None:

@@ -12,6 +12,7 @@ from tasks.entries import TokenLogprob
 from tasks.job_request import SamplingParams
 from tasks.ledger_types import Claim, Rider, SlotWrite
 from worker.messages import Add
+from worker.ride_times import RideTimes
 
 
 class RideState(Enum):
@@ -52,6 +53,8 @@ class Ride:
             it is another's. Nothing more is written; the slot is free when the child has let go.
         boarded_at: tokens it had when it boarded last.
         passed_over: how often another went first because this one has strikes.
+        claimed_at: tokens it had when it was claimed.
+        trace: the trace that it is a part of, "" where it is not traced.
     """
 
     id: str
@@ -79,6 +82,9 @@ class Ride:
     passed_over: int = 0
     errors: int = 0
     boarded_at: int = -1
+    claimed_at: int = 0
+    trace: str = ""
+    times: RideTimes = field(default_factory=RideTimes)
 
     @classmethod
     def from_claim(cls, id: str, nonce: str, claim: Claim) -> Ride:
@@ -97,6 +103,8 @@ class Ride:
             version=claim.version,
             strikes=claim.strikes,
             struck_at=claim.struck_at,
+            claimed_at=claim.k,
+            trace=claim.trace,
         )
 
     @property
@@ -126,16 +134,20 @@ class Ride:
         self.state = RideState.BOARDED
         self.boarded_at = self.sent
         self.passed_over = 0
+        self.times.boarded(self.sent)
 
     def leave(self, why: str) -> None:
         """The child was asked to take it out; `why` is a final status, or "" for a hand-back."""
         self.state = RideState.LEAVING
         self.leaving_for = why
+        if why:
+            self.times.stop_asked()
 
     def out_of_child(self, end: End) -> None:
         """The child no longer has it; what is left is to write its end."""
         self.state = RideState.ENDING
         self.end = end
+        self.times.out_of_child()
 
     def left(self, tail: str = "") -> None:
         """The child has taken it out, as asked."""

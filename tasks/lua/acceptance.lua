@@ -27,6 +27,7 @@ local function accept(R, inputs, place)
       'idem', group == '' and R.idem or '', 'native', R.native, 'metadata', group == '' and R.metadata or '', 'default_tokens',
       R.default_tokens, 'user', R.user, 'request', group == '' and R.request or '', 'batch', group == '' and R.batch or '',
       'key', R.key, 'counted', R.counted and R.counted[i] or '', 'weight', weight)
+    if R.trace then redis.call('HSET', record_key(id), 'trace', R.trace) end
     redis.call('SET', text_key(id), '')
     redis.call('PEXPIREAT', record_key(id), expires)
     redis.call('PEXPIREAT', text_key(id), expires)

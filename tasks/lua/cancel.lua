@@ -1,7 +1,7 @@
 -- The first stop wins. ARGV[2]: id of a job or a group; ARGV[3]: who asks. Returns the status (ended), requested, or gone.
 local function cancel(id)
   local key = record_key(id)
-  local j = fields(key, 'status', 'lease', 'stop', 'deadline', 'incarnation')
+  local j = fields(key, 'status', 'lease', 'stop', 'deadline', 'incarnation', 'k')
   if j.status == '' then return 'gone' end
   if j.status ~= 'queued' and j.status ~= 'running' then return j.status end
   local stop = j.stop ~= '' and j.stop or 'cancelled'
@@ -9,6 +9,7 @@ local function cancel(id)
     terminal_stop(id, stop)
     return stop
   end
+  if j.stop == '' then note_event(key, 'cancel_asked', j.k, '') end
   redis.call('HSET', key, 'stop', stop)
   set_due(id, tonumber(j.lease), redis.call('PEXPIRETIME', key))
   redis.call('PUBLISH', P .. C.db .. ':o:' .. j.incarnation, id)

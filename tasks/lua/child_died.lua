@@ -25,6 +25,7 @@ end
 for _, j in ipairs(riders) do
   local charged = j.young or (not some_young and j.boarded ~= '')
   redis.call('HSET', j.key, 'died_gen', int(generation))
+  if j.boarded ~= '' then note_event(j.key, 'died', j.k, cause) end
   local ended = false
   if charged then
     ended = charge(j.id, cause)

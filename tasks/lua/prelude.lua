@@ -53,6 +53,27 @@ local function keep_until(key, at)
   if redis.call('PEXPIRETIME', key) < tonumber(at) then redis.call('PEXPIREAT', key, at) end
 end
 
+-- What happened to a job, for its timeline (tasks/life.py reads it): a line an event, `<ms> <event> <tokens> <detail>`.
+-- It is bounded: of a long one the first event and the last stay. `first` is the line of the latest first token, apart for as
+-- long as nothing follows it: that a step should have to read nothing.
+local LIFE_MOST = 2048
+local function with_event(life, at, event, k, detail)
+  if #life > LIFE_MOST then
+    local first = string.find(life, '\n', 1, true)
+    local rest = string.find(life, '\n', #life - LIFE_MOST / 2, true)
+    life = string.sub(life, 1, first) .. '0 omitted 0 \n' .. string.sub(life, rest + 1)
+  end
+  detail = string.gsub(detail, '%c', ' ')
+  -- cut between characters of UTF-8
+  if #detail > 200 then detail = string.gsub(string.sub(detail, 1, 200), '[\192-\255]?[\128-\191]*$', '') end
+  return table.concat({ life, int(at), ' ', event, ' ', k, ' ', detail, '\n' })
+end
+
+local function note_event(key, event, k, detail)
+  local r = fields(key, 'life', 'first')
+  redis.call('HSET', key, 'life', with_event(r.life .. r.first, NOW, event, k, detail), 'first', '')
+end
+
 -- Has this idempotency key made something already? Returns again or conflict (with another body), and its id.
 local function idempotent(R)
   if R.idem == '' then return end

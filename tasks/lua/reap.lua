@@ -54,6 +54,12 @@ local function invite(id, j, invited)
   return true
 end
 
+-- The owner of a job that ends now was lost when its lease ran out.
+local function note_lost(key, j)
+  local r = fields(key, 'life', 'first', 'worker')
+  redis.call('HSET', key, 'life', with_event(r.life .. r.first, tonumber(j.lease), 'lost', j.k, r.worker), 'first', '')
+end
+
 local invited = {}
 local ids = redis.call('ZRANGEBYSCORE', DUE, '-inf', int(NOW), 'LIMIT', 0, 50)
 for _, id in ipairs(ids) do
@@ -82,12 +88,15 @@ for _, id in ipairs(ids) do
     model_is_gone(id, key, j) -- the outage does not count
     set_due(id, math.max(tonumber(redis.call('GET', P .. 'grace') or 0), NOW) + 1, expires)
   elseif j.stop ~= '' then
+    note_lost(key, j)
     terminal_stop(id, j.stop)
   elseif NOW >= deadline then
+    note_lost(key, j)
     terminal_stop(id, 'expired')
   elseif not model_is_gone(id, key, j) then
     local strikes = (j.struck_at == j.k) and tonumber(j.strikes) + 1 or 1
     local last = strikes >= C.max_attempts or tonumber(j.deaths) + 1 >= C.max_deaths
+    if j.boarded ~= '' and last then note_lost(key, j) end
     if not (j.boarded ~= '' and last and charge(id, 'its worker died or lost touch')) then
       -- the status stays running: the old owner may still renew. Invitations of one job thin out while none is taken.
       local invites = tonumber(j.invites == '' and 0 or j.invites)

@@ -8,6 +8,7 @@ if j.stop ~= '' then
   return j.stop
 end
 redis.call('HSET', KEYS[1], 'status', 'queued', 'owner', '', 'lease', '0', 'boarded', '')
+note_event(KEYS[1], 'handed_back', j.k, '')
 Q.join(id, j.pool, j.weight ~= '' and j.weight or Q.weight_of_record(id), j.order, redis.call('PEXPIRETIME', KEYS[1]))
 Q.refund(j.pool, id, j.weight, j.charged)
 set_due(id, due_in_queue(j.k, tonumber(j.deadline)), redis.call('PEXPIRETIME', KEYS[1]))

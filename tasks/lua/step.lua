@@ -10,7 +10,7 @@ local function one(key, a)
   local board, prompts = ARGV[a + 3], ARGV[a + 4]
   local first, count, data, text = tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]), ARGV[a + 7], ARGV[a + 8]
   local final, finish_reason, tail, error = ARGV[a + 9], ARGV[a + 10], ARGV[a + 11], ARGV[a + 12]
-  local j = fields(key, 'status', 'epoch', 'owner', 'k', 'stop', 'deadline', 'pool', 'lease')
+  local j = fields(key, 'status', 'epoch', 'owner', 'k', 'stop', 'deadline', 'pool', 'lease', 'boarded')
   if not owned(j, epoch, nonce) then
     local mine = j.owner == nonce and tonumber(j.epoch == '' and -1 or j.epoch) == tonumber(epoch) + 1
     if mine and j.status ~= 'running' and j.status ~= 'queued' then return { 'ended', j.k, j.status } end
@@ -35,7 +35,11 @@ local function one(key, a)
   if count > 0 then
     k = k + count
     redis.call('XADD', log_key(id), 'NOMKSTREAM', epoch .. '-' .. int(k), 'd', data)
-    redis.call('HSET', key, 'k', int(k))
+    if j.boarded == j.k then
+      redis.call('HSET', key, 'k', int(k), 'first', int(NOW) .. ' first_token ' .. int(k) .. ' \n')
+    else
+      redis.call('HSET', key, 'k', int(k))
+    end
     if text ~= '' then redis.call('APPEND', text_key(id), text) end
     publish(id, data)
   end

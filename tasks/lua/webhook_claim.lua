@@ -1,10 +1,10 @@
 -- Begin an attempt to deliver the event of a job's end: one at a time, and none before its time. ARGV[2]: id, ARGV[3]: a
 -- nonce made for this attempt, ARGV[4]: ms after which another worker may try, since this one has died.
--- Returns {verdict, …}: ok with number of the attempt, URL, ms of the end, and the job's object as JSON; or gone, live (the
+-- Returns {verdict, …}: ok with number of the attempt, URL, ms of the end, the job's object as JSON, and its trace; or gone, live (the
 -- job has not ended), over (delivered or given up), taken, early, newer (the record is of another release).
 local id, key = ARGV[2], KEYS[1]
 local j = fields(key, 'v', 'status', 'webhook', 'hook', 'hook_n', 'hook_nonce', 'hook_lease', 'hook_began', 'hook_next', 'finished_at',
-  'idem')
+  'idem', 'trace')
 if j.webhook == '' or j.hook ~= '' then
   leave_outbox(id)
   return { j.hook ~= '' and 'over' or 'gone' }
@@ -29,4 +29,4 @@ if j.hook_nonce ~= ARGV[3] then
   redis.call('HSET', key, 'hook_n', j.hook_n, 'hook_nonce', ARGV[3], 'hook_lease', int(lease), 'hook_began', int(NOW))
   into_outbox(id, lease, redis.call('PEXPIRETIME', key))
 end
-return { 'ok', j.hook_n, j.webhook, j.finished_at, job_view(id) }
+return { 'ok', j.hook_n, j.webhook, j.finished_at, job_view(id), j.trace }

@@ -8,19 +8,23 @@ import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from redis.exceptions import ConnectionError, TimeoutError
 
 from tasks.ledger import SyncLedger
 from tasks.settings import Settings
+from tasks.trace_context import trace_id_of
 from tasks.webhook_calls import Attempt, DeliveryClaim, WebhookCalls, event_id
 from tasks.webhook_urls import WebhookUrl, parse_webhook_url
 from worker.webhooks.backoff import retry_after_seconds, wait_before_next
 from worker.webhooks.event import event_body, signed_headers
 from worker.webhooks.hosts import Hosts
 from worker.webhooks.sender import DeliveryError, Sender
+
+if TYPE_CHECKING:
+    from worker.webhooks.spans import WebhookSpans
 
 _log = structlog.get_logger("carpool.webhooks")
 #: Beyond the attempt's own bound, so that its end can be told also where Redis was away for a moment.
@@ -35,6 +39,7 @@ class Deliverer:
     Args:
         secrets: each signs, so that receivers may change theirs one after the other.
         most_messages: in the broker at once.
+        spans: None where traces are off.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Deliverer:
         sender: Sender,
         secrets: Sequence[str],
         most_messages: int,
+        spans: WebhookSpans | None = None,
     ) -> None:
         self._settings = settings
         self._ledger = ledger
@@ -52,6 +58,7 @@ class Deliverer:
         self._sender = sender
         self._secrets = secrets
         self._most_messages = most_messages
+        self._spans = spans
         self._hosts = Hosts(max(1, settings.webhook_concurrency // 2))
         self._user_agent = f"Carpool/{version('carpool')}"
         self._stopping = threading.Event()
@@ -75,7 +82,10 @@ class Deliverer:
         if claim.verdict != "ok":
             _log.debug("webhook_not_due", job_id=id, verdict=claim.verdict)
             return
+        began_ns = time.time_ns()
         attempt = self._attempt(id, claim)
+        if self._spans is not None and claim.trace and attempt.outcome != "busy":
+            self._spans.attempted(id, claim, attempt, began_ns)
         verdict = self._settle(id, nonce, attempt, until)
         log = _log.debug if attempt.outcome == "busy" else _log.info
         # neither URL nor answer: a URL may hold a secret
@@ -87,6 +97,7 @@ class Deliverer:
             status_code=attempt.status_code,
             error=attempt.error.partition(":")[0],
             duration_ms=attempt.duration_ms,
+            **({"trace_id": trace_id_of(claim.trace)} if claim.trace else {}),
         )
 
     def _attempt(self, id: str, claim: DeliveryClaim) -> Attempt:
