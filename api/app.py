@@ -12,9 +12,10 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from api import admission, errors, generation, health, jobs
+from api import admission, errors, generation, health, jobs, metrics
 from api.access import OPEN_PATHS, Access
 from api.batches.runner import BatchRunner
+from api.http_counts import HttpCounts
 from api.openai import batches as batch_endpoints
 from api.openai import chat, completions, files, models, responses
 from api.rate_headers import RATE_HEADERS
@@ -62,9 +63,15 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     used = settings or load_settings()
     listed_keys = read_key_file(Path(used.api_keys_file).expanduser(), time.time()) if used.api_keys_file else ()
 
+    counts = HttpCounts()
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with Service(used, listed_keys) as service, BatchRunner(service) as batches:
+        async with (
+            Service(used, listed_keys) as service,
+            BatchRunner(service) as batches,
+            metrics.Metrics(service, counts) as app.state.metrics,
+        ):
             app.state.service = service
             app.state.batches = batches
             yield
@@ -77,7 +84,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         lifespan=lifespan,
     )
     errors.install(app)
-    for part in (generation, jobs, completions, chat, responses, files, batch_endpoints, models, health):
+    for part in (generation, jobs, completions, chat, responses, files, batch_endpoints, models, health, metrics):
         app.include_router(part.router)
     # the last one added is the first to see a request
     app.add_middleware(admission.QueueHeaders)
@@ -94,7 +101,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             allow_headers=["*"],  # OpenAI's client in a page sends headers of its own; the origins are what is checked
             expose_headers=["Location", "Retry-After", "x-carpool-job-id", "x-request-id", *RATE_HEADERS],
         )
-    app.add_middleware(RequestIds, root_path=used.root_path)
+    app.add_middleware(RequestIds, root_path=used.root_path, on_start=counts.note)
     return app
 
 
