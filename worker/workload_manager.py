@@ -52,6 +52,7 @@ class Ride:
             it is another's. Nothing more is written; the slot is free when the child has let go.
         boarded_at: tokens it had when it boarded last.
         passed_over: how often another went first because this one has strikes.
+        tokens_at: when the child gave us its last tokens in this ride, monotonic; None: none yet.
     """
 
     id: str
@@ -78,6 +79,7 @@ class Ride:
     passed_over: int = 0
     errors: int = 0
     boarded_at: int = -1
+    tokens_at: float | None = None
 
     @classmethod
     def from_claim(cls, id: str, nonce: str, claim: Claim) -> Ride:
