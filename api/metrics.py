@@ -56,8 +56,10 @@ class LedgerNumbers:
             if self._reading is None or self._reading.done():
                 self._reading = asyncio.create_task(self._read(), name="carpool-metrics")
             # a late answer is for the next scrape
-            await asyncio.wait({self._reading}, timeout=self._bound_s)
-        return self._found if self._is_fresh() else None
+            answered, _ = await asyncio.wait({self._reading}, timeout=self._bound_s)
+            if not answered:
+                return None
+        return self._found
 
     async def close(self) -> None:
         if self._reading is not None:
