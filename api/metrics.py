@@ -15,14 +15,13 @@ from prometheus_client.registry import Collector
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from api.ending import end_tasks
 from api.http_counts import HttpCounts
 from api.metric_families import ledger_families
 from api.service import Service
 from tasks.codes import CODES
-from tasks.ledger import AsyncLedger
+from tasks.ledger import SyncLedger
 from tasks.metric_calls import TALLY_PAGE, MetricCalls, PoolNumbers
-from tasks.redis_clients import connect_async
+from tasks.redis_clients import connect
 from tasks.settings import Settings
 from tasks.version import carpool_version
 
@@ -37,13 +36,15 @@ router = APIRouter(tags=["metrics"])
 
 
 class LedgerNumbers:
-    """What the ledger says of every pool, at most a second old. It has a connection of its own: requests that wait for
-    theirs do not hold a scrape up, nor it them.
+    """What the ledger says of every pool, at most a second old.
+
+    It is read in a thread, with a connection of its own: thousands of numbers are taken apart there, and neither
+    requests nor streams wait for it.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._client = connect_async(settings, max_connections=1)
-        self._ledger = AsyncLedger(self._client, settings)
+        self._client = connect(settings)
+        self._ledger = SyncLedger(self._client, settings)
         self._calls = MetricCalls(settings)
         self._bound_s = settings.redis_timeout_s
         self._found: list[PoolNumbers] | None = None
@@ -62,23 +63,27 @@ class LedgerNumbers:
         return self._found
 
     async def close(self) -> None:
+        """Bounded by the Redis timeout."""
         if self._reading is not None:
-            await end_tasks([self._reading])
-        await self._client.aclose()
+            await asyncio.wait({self._reading}, timeout=4 * self._bound_s)
+        self._client.close()
 
     def _is_fresh(self) -> bool:
         return self._found is not None and asyncio.get_running_loop().time() - self._read_at < _FRESH_S
 
     async def _read(self) -> None:
+        self._found = await asyncio.to_thread(self._ask)
+        self._read_at = asyncio.get_running_loop().time()
+
+    def _ask(self) -> list[PoolNumbers] | None:
         try:
             for _ in range(_MOST_PAGES):
-                if await self._ledger.run(self._calls.tally()) < TALLY_PAGE:
+                if self._ledger.run(self._calls.tally()) < TALLY_PAGE:
                     break
-            self._found = await self._ledger.run(self._calls.gauges())
-            self._read_at = asyncio.get_running_loop().time()
+            return self._ledger.run(self._calls.gauges())
         except RedisError as error:
             _log.debug("metrics_without_redis", error=str(error))
-            self._found = None
+            return None
 
 
 class Metrics:

@@ -214,3 +214,13 @@ def test_what_metrics_keep_does_not_stay_for_ever(ledger: LedgerOnAClock) -> Non
     ledger.finish(rider)
     now(ledger)
     assert int(str(ledger.client.pttl(keys.counted(POOL)))) > 0
+
+
+def test_where_very_much_is_due_at_once_the_workers_say_what_rides(ledger: LedgerOnAClock) -> None:
+    ledger.ride("a", tokens=1)
+    beat = {"name": "w1", "state": "ready", "free": "1", "slots": "4"}
+    ledger.run(ledger.calls.heartbeat("w1", [POOL], 60_000, beat))
+    assert now(ledger).running == 1
+    for n in range(2000):
+        ledger.accept(f"j{n}", deadline_s=5)
+    assert now(ledger).running == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.registry import Collector
 
 from api import metrics
 from api.metric_families import MOST_MODELS, OTHER, ledger_families
@@ -288,3 +291,24 @@ def test_a_scrape_of_many_models_leaves_the_event_loop_to_the_streams(
         scrape(client)
         spent.append(api.call(time.thread_time) - before)
     assert min(spent) < 0.005, spent
+
+
+def test_the_text_is_made_beside_the_event_loop(
+    api: ApiServer, client: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_in: list[int] = []
+    choose = choose_encoder
+
+    def choosing(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+        encode, content_type = choose(accept)
+
+        def encoding(found: Collector) -> bytes:
+            made_in.append(threading.get_ident())
+            return encode(found)
+
+        return encoding, content_type
+
+    monkeypatch.setattr(metrics, "choose_encoder", choosing)
+    assert scrape(client).value("carpool_redis_up") == 1
+    assert made_in
+    assert made_in[0] != api.call(threading.get_ident)
