@@ -102,11 +102,12 @@ class Keeper:
         looked_at = _REAP_PAGE
         while looked_at == _REAP_PAGE and not self._stopping.is_set():
             looked_at = ledger.run(ledger.calls.reap()).looked_at
+        for pool in ledger.client.hkeys(keys.MODELS):
+            ledger.run(ledger.calls.pump(str(pool)))
+        # last: jobs come before their numbers
         counted = TALLY_PAGE
         while counted == TALLY_PAGE and not self._stopping.is_set():
             counted = ledger.run(self._metrics.tally())
-        for pool in ledger.client.hkeys(keys.MODELS):
-            ledger.run(ledger.calls.pump(str(pool)))
 
     def _agree(self, ledger: SyncLedger) -> None:
         version = ledger.run(ledger.calls.agree())

@@ -194,10 +194,12 @@ def test_more_events_than_a_page_are_all_counted(ledger: LedgerOnAClock) -> None
     assert ledger.client.exists(keys.SEEN) == 0
 
 
-def test_what_a_newer_release_notes_is_passed_over(ledger: LedgerOnAClock) -> None:
+def test_what_cannot_be_read_holds_up_nothing(ledger: LedgerOnAClock) -> None:
     ledger.ride("a")
-    ledger.client.rpush(keys.SEEN, "x something new", "")
-    assert times(now(ledger), QUEUE) == 1
+    ledger.client.rpush(keys.SEEN, "x something new", "", "q", "q 5 m", "e succeeded", "f 5 many m")
+    ledger.ride("b")
+    assert times(now(ledger), QUEUE) == 2
+    assert not ledger.client.exists(keys.SEEN)
 
 
 def test_a_bucket_of_another_release_counts_as_the_next_one() -> None:

@@ -1,6 +1,7 @@
 -- What a worker has measured of its steps since it last said so, added to what is counted of its pool. ARGV[2]: JSON
--- {incarnation, pool, number, add: {field of the hash: by how much}}. The numbers of one worker rise: a report that comes
--- twice counts once. Returns 1 where it is counted, now or before; 0 for a worker without a heartbeat, which says it again.
+-- {incarnation, pool, number, add: {field of the hash: by how much}}. The numbers of one worker rise, so that a report that
+-- comes twice counts once; but for one whose answer was lost with an outage that outlasts its worker's heartbeat.
+-- Returns 1 where it is counted, now or before; 0 for a worker without a heartbeat, which says it again.
 local R = cjson.decode(ARGV[2])
 local key = worker_key(R.incarnation)
 local w = fields(key, 'name', 'reported')

@@ -340,7 +340,7 @@ end
 
 -- A job's priority and the ms since it was accepted, as a line has them.
 local function since_accepted(created_at, priority)
-  return (priority == '' and '5' or priority) .. ' ' .. math.max(0, NOW - created_at) .. ' '
+  return (priority == '' and '5' or priority) .. ' ' .. math.max(0, NOW - (tonumber(created_at) or NOW)) .. ' '
 end
 
 -- Exactly one end, and it is the last entry of the log. Its own epoch refuses late writers by entry id as well.

@@ -61,8 +61,8 @@ end
 
 for _, line in ipairs(lines) do
   local read = KINDS[string.sub(line, 1, 1)]
-  -- what a newer release notes besides is its own to count
-  if read then read(string.sub(line, 3)) end
+  -- what a newer release notes besides is its own to count, and a line that cannot be read must hold up no other
+  if read then pcall(read, string.sub(line, 3)) end
 end
 for pool, fields_of_pool in pairs(sums) do
   for field, n in pairs(fields_of_pool) do redis.call('HINCRBY', counted_key(pool), field, int(n)) end
