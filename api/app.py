@@ -13,9 +13,10 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from api import admission, errors, generation, health, jobs, scene, static_page
+from api import admission, errors, generation, health, jobs, metrics, scene, static_page
 from api.access import OPEN_PATHS, Access
 from api.batches.runner import BatchRunner
+from api.http_counts import HttpCounts
 from api.openai import batches as batch_endpoints
 from api.openai import chat, completions, files, models, responses
 from api.rate_headers import RATE_HEADERS
@@ -66,10 +67,16 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     listed_keys = read_key_file(Path(used.api_keys_file).expanduser(), time.time()) if used.api_keys_file else ()
     tracing = start_tracing(used, "api", process_name("api"))
 
+    counts = HttpCounts()
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
-            async with Service(used, listed_keys, tracing) as service, BatchRunner(service) as batches:
+            async with (
+                Service(used, listed_keys, tracing) as service,
+                BatchRunner(service) as batches,
+                metrics.Metrics(service, counts) as app.state.metrics,
+            ):
                 app.state.service = service
                 app.state.batches = batches
                 yield
@@ -96,6 +103,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         models,
         scene,
         health,
+        metrics,
         static_page,
     ):
         app.include_router(part.router)
@@ -114,7 +122,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             allow_headers=["*"],  # OpenAI's client in a page sends headers of its own; the origins are what is checked
             expose_headers=["Location", "Retry-After", "x-carpool-job-id", "x-request-id", *RATE_HEADERS],
         )
-    app.add_middleware(RequestIds, root_path=used.root_path)
+    app.add_middleware(RequestIds, root_path=used.root_path, on_start=counts.note)
     if tracing is not None:
         from api.tracing import TraceRequests
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from redis.exceptions import ConnectionError, MasterDownError, ReadOnlyError, RedisError, TimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from api import schemas
 from api.openai.batch_requests import CreateBatch
@@ -33,19 +34,31 @@ class ClientLeft(Exception):
     """Nobody is there any more to be answered."""
 
 
+class ErrorResponse(JSONResponse):
+    """An error. Whoever sees the request's scope when the answer starts can tell which one, and of which job."""
+
+    def __init__(self, error: CarpoolError, status: int, headers: Mapping[str, str]) -> None:
+        super().__init__({"error": error.body()}, status, headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["error"] = self._error
+        await super().__call__(scope, receive, send)
+
+
 def answer(
     error: CarpoolError,
     headers: Mapping[str, str] | None = None,
     root_path: str = "",
     status: int | None = None,
-) -> JSONResponse:
+) -> ErrorResponse:
     """An error as a response; one that speaks of a job says where it is. `status` stands in for the code's own."""
     more = dict(headers or {})
     if error.code.status in (429, 503) or error.retry_after_s is not None:
         more["Retry-After"] = str(error.retry_after_s or 1)
     if error.job_id is not None:
         more.update(job_headers(error.job_id, root_path))
-    return JSONResponse({"error": error.body()}, status or error.code.status, more)
+    return ErrorResponse(error, status or error.code.status, more)
 
 
 def job_headers(id: str, root_path: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -52,10 +52,14 @@ class RequestIds:
 
     Args:
         root_path: where a proxy serves the API, whether or not it takes that off the paths that it passes on.
+        on_start: called with the request's scope and the status when its answer starts, or cannot.
     """
 
-    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
+    def __init__(
+        self, app: ASGIApp, root_path: str = "", on_start: Callable[[Scope, int], None] = lambda *_: None
+    ) -> None:
         self._app = app
+        self._on_start = on_start
         self._root_path = root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,13 +72,24 @@ class RequestIds:
         if self._root_path:
             scope["root_path"] = self._root_path
 
+        has_started = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 scope["state"]["status"] = message["status"]  # for its trace
+                self._on_start(scope, message["status"])
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            # answered further out, as an error of this server
+            if not has_started:
+                self._on_start(scope, 500)
+            raise
 
 
 class BodyCheck:

@@ -48,6 +48,8 @@ class Service:
         tracing: makes its spans; None where traces are off.
 
     Attributes:
+        num_streams: that are open now.
+        num_resumes: streams that went on from where a client was.
         stopping: set when the server is to end. Streams and waits then end at once, and no job is cancelled for it.
     """
 
@@ -81,7 +83,8 @@ class Service:
             tracing,
         )
         self._background: set[asyncio.Task[None]] = set()
-        self._num_streams = 0
+        self.num_streams = 0
+        self.num_resumes = 0
         self.server_is_checked = False
 
     async def __aenter__(self) -> Self:
@@ -184,10 +187,10 @@ class Service:
 
     def check_streams(self) -> None:
         """Raises CarpoolError "too_many_streams" where this process has as many open streams as it may."""
-        if self._num_streams >= self.settings.max_streams:
+        if self.num_streams >= self.settings.max_streams:
             raise CarpoolError(
                 "too_many_streams",
-                f"this server has {self._num_streams} open streams, the most it may (CARPOOL_MAX_STREAMS). Try "
+                f"this server has {self.num_streams} open streams, the most it may (CARPOOL_MAX_STREAMS). Try "
                 "again, or poll the job",
                 retry_after_s=5,
             )
@@ -202,6 +205,7 @@ class Service:
         renderer: Renderer | None = None,
         cancel_abandoned: str = "",
         member: str = "",
+        resumes: bool = False,
     ) -> JobEvents:
         """The event stream of a feed, which is closed with it.
 
@@ -210,6 +214,7 @@ class Service:
             renderer: the dialect of the events; None: that of `/jobs/{id}/stream`.
             cancel_abandoned: id of the job that ends if the client leaves; "": none does.
             member: attachment that ends with the stream; "": none.
+            resumes: the client has a part of it already, whatever the cursors say.
         """
         followers = [Follower(cursor.n, ended=cursor.ended) for cursor in cursors]
         feed.have = [cursor.n for cursor in cursors]
@@ -223,10 +228,11 @@ class Service:
             self.stopping,
             partial(self.keyring.check, caller),
         )
-        self._num_streams += 1
+        self.num_streams += 1
+        self.num_resumes += resumes or any(cursor.n or cursor.ended for cursor in cursors)
 
         def ended(client_left: bool) -> None:
-            self._num_streams -= 1
+            self.num_streams -= 1
             feed.close()
             if member:
                 self.in_background(self.attachments.detach(member))

@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 
 from tasks import entries, keys
 from tasks.ledger import SyncLedger
+from tasks.metric_calls import TALLY_PAGE, MetricCalls
 from tasks.redis_clients import connect, ledger_is_newer, write_even_when_full
 from tasks.settings import Settings
 
@@ -47,6 +48,7 @@ class Keeper:
         self._stopping = threading.Event()
         self._trouble = ""
         self._version = entries.VERSION
+        self._metrics = MetricCalls(settings)
 
     def start(self) -> None:
         self._thread.start()
@@ -102,6 +104,10 @@ class Keeper:
             looked_at = ledger.run(ledger.calls.reap()).looked_at
         for pool in ledger.client.hkeys(keys.MODELS):
             ledger.run(ledger.calls.pump(str(pool)))
+        # last: jobs come before their numbers
+        counted = TALLY_PAGE
+        while counted == TALLY_PAGE and not self._stopping.is_set():
+            counted = ledger.run(self._metrics.tally())
 
     def _agree(self, ledger: SyncLedger) -> None:
         version = ledger.run(ledger.calls.agree())

@@ -14,6 +14,8 @@
 | `{carpool}:own:<length>:<owner>:<pool>` zset, `{carpool}:shares:<pool>` zset | an owner's queued jobs in order (the length is that of the owner's name); the virtual time of each owner of whom something waits | scripts | as the longest job |
 | `{carpool}:use:<pool>` hash | the virtual time of a pool; of each owner its own, and the mean use of its jobs | scripts | as the longest job, at least an hour from the last one's end on |
 | `{carpool}:rate:<pool>` hash | how fast a pool is, by its last jobs | terminal | 7 days after the last one |
+| `{carpool}:seen` list | what happened to jobs and metrics have not counted yet | claim, step, child_died, terminal; tally | a second, at most a day |
+| `{carpool}:counted:<pool>` hash, `{carpool}:generated` hash | what metrics count: numbers that only rise; tokens by pool | tally, observe; step | 30 days after the last job |
 | `{carpool}:lost:<pool>` zset | jobs whose worker is gone, until when that is believed | reaper | a minute |
 | `{carpool}:pools` zset | pools in which something has waited, until when | accept, release | as the longest job |
 | `{carpool}:due` zset | when to look at a job next | scripts | as the longest job |
@@ -63,6 +65,8 @@ FILES_BYTES = f"{PREFIX}files:bytes"
 BATCHES = f"{PREFIX}batches"
 BATCHES_LIVE = f"{PREFIX}batches:live"
 
+SEEN = f"{PREFIX}seen"
+GENERATED = f"{PREFIX}generated"
 HOOKS = f"{PREFIX}hook"
 HOOK_WORKERS = f"{PREFIX}hook:workers"
 
@@ -178,6 +182,10 @@ def use(pool: str) -> str:
 
 def rate(pool: str) -> str:
     return f"{PREFIX}rate:{pool}"
+
+
+def counted(pool: str) -> str:
+    return f"{PREFIX}counted:{pool}"
 
 
 def lost(pool: str) -> str:

@@ -17,6 +17,7 @@ import redis
 from tasks import keys
 from tasks.calls import Call
 from tasks.entries import decode
+from tasks.metric_calls import MetricCalls
 from tasks.settings import Settings
 from tests.ledger_counts import check_counts
 from tests.ledger_deliverers import LEASE_S, Deliverer, Told
@@ -31,6 +32,7 @@ from tests.ledger_harness import (
     well_formed,
     word,
 )
+from tests.ledger_metrics import check_counted_once, check_gauges
 from tests.ledger_workers import SLOTS, Script, SimulatedWorker
 
 T = TypeVar("T")
@@ -48,10 +50,20 @@ OWNERS = {"a": "key_x", "b": "key_x", "c": "key_y", "d": keys.NO_KEY, "poison": 
 KEYS = ("key_x", "key_y")
 DEADLINE_S = 7200
 SHARED = (
-    *(keys.DUE, keys.TICK, keys.GRACE, keys.POOLS, keys.HOOKS, keys.HOOK_WORKERS),
+    *(keys.DUE, keys.TICK, keys.GRACE, keys.POOLS, keys.SEEN, keys.GENERATED, keys.HOOKS, keys.HOOK_WORKERS),
     *(
         key(POOL)
-        for key in (keys.wait, keys.invited, keys.queued, keys.load, keys.shares, keys.use, keys.lost, keys.rate)
+        for key in (
+            keys.wait,
+            keys.invited,
+            keys.queued,
+            keys.load,
+            keys.shares,
+            keys.use,
+            keys.lost,
+            keys.rate,
+            keys.counted,
+        )
     ),
     *(key for owner in (*KEYS, keys.NO_KEY) for key in (keys.jobs(owner), keys.own(POOL, owner))),
     *(keys.live(owner) for owner in KEYS),
@@ -90,6 +102,7 @@ class World:
         client.flushdb()
         self.client = client
         self.ledger = WatchedLedger(client, changed, self.check)
+        self.metric_calls = MetricCalls(SETTINGS)
         self.seen = {id: Seen() for id in JOBS}
         self.workers = [self._new_worker(i) for i in range(2)]
         self.told = Told()
@@ -141,6 +154,9 @@ class World:
         for invitation in self.ledger.reap().invitations:
             self._send(invitation.id)
         self.pump()
+        self.ledger.run(self.metric_calls.tally())
+        gauges = self.ledger.run(self.metric_calls.gauges())
+        check_gauges(gauges, [seen.record for seen in self.seen.values()], self.ledger.now_ms)
 
     def _send(self, id: str) -> None:
         self.client.rpush(keys.queue(POOL), f"{id} {next(self._tags)}")
@@ -316,6 +332,7 @@ class World:
             }
             assert set(ids) == going, "a key has at once what has not ended"
         check_counts(self.client, POOL)
+        check_counted_once(self.client, POOL, [seen.record for seen in self.seen.values()])
         for worker in self.workers:
             assert len(worker.slots) <= SLOTS
 

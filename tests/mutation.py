@@ -12,7 +12,8 @@ from tests.ledger_harness import ChangedScripts, LedgerOnAClock
 SCRIPTS = (
     "accept", "agree", "attach", "batch_cancel", "batch_create", "batch_drain", "batch_feed", "batch_look",
     "batch_validated", "cancel", "child_died", "claim", "detach", "fail", "file_append", "file_delete", "file_finish",
-    "forget", "heartbeat", "list", "look", "pump", "reap", "release", "spend", "step", "unclaimed", "view",
+    "forget", "gauges", "heartbeat", "list", "look", "observe", "pump", "reap", "release", "spend", "step", "tally",
+    "unclaimed", "view",
     "webhook_claim", "webhook_pump", "webhook_settle",
 )  # fmt: skip
 LUA = Path(__file__).parent.parent / "tasks" / "lua"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tests.mutations_of_batches import BATCHES, FILES, PRIORITIES
 from tests.mutations_of_ends import DEATHS, ENDS
 from tests.mutations_of_keys import KEYS
+from tests.mutations_of_metrics import METRICS
 from tests.mutations_of_queue import ADMISSION, SHARES
 from tests.mutations_of_reaper import REAPER
 from tests.mutations_of_rides import ACCEPT, CLAIM, STEP
@@ -30,4 +31,5 @@ MUTATIONS = (
     *KEYS,
     *ADMISSION,
     *SHARES,
+    *METRICS,
 )

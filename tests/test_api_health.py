@@ -97,6 +97,7 @@ def test_the_documentation_shows_every_endpoint_and_our_own_shape_of_errors(clie
         "/health/live",
         "/health/accepting",
         "/health/ready",
+        "/metrics",
         "/v1/models",
         "/v1/models/{model}",
         "/v1/completions",

@@ -58,7 +58,7 @@ def test_every_key_of_the_ledger_is_in_the_table_of_keys() -> None:
         keys.minute("<key>"),
         keys.files("<key>"),
         keys.batches("<key>"),
-        *(key("<pool>") for key in (keys.queued, keys.load, keys.shares, keys.use, keys.rate, keys.lost)),
+        *(key("<pool>") for key in (keys.queued, keys.load, keys.shares, keys.use, keys.rate, keys.lost, keys.counted)),
         keys.own("<pool>", "<owner>").replace("7", "<length>"),
     ):
         assert f"`{example}`" in table
@@ -69,6 +69,8 @@ def test_every_key_of_the_ledger_is_in_the_table_of_keys() -> None:
         *shared,
         *of_keys,
         keys.HOOKS,
+        keys.SEEN,
+        keys.GENERATED,
         keys.HOOK_WORKERS,
         keys.FILES,
         keys.FILES_UNTIL,

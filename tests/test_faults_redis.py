@@ -202,6 +202,8 @@ def test_ten_seconds_after_the_last_job_nothing_is_left_of_any_of_them(
     with Service(redis_url, tmp_path, **retention) as service:
         service.worker(max_batch_size=64)
         service.wait_for_end(service.submit("first"))
+        # numbers of all jobs outlive each of them
+        eventually("it is counted", lambda: service.client.exists(keys.counted(service.settings.pool)))
         with running_api(service.settings) as api, api.client() as client:
             before = {str(key) for key in service.client.keys("*")}
             for i in range(20):

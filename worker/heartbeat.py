@@ -14,6 +14,7 @@ from tasks.ledger import SyncLedger
 from tasks.redis_clients import connect
 from tasks.registry import HEARTBEATS_MISSED, WorkerInfo, keep_card, worker_fields
 from tasks.settings import Settings
+from worker.step_times import StepReports
 
 _log = structlog.get_logger("carpool.worker")
 
@@ -21,11 +22,18 @@ _log = structlog.get_logger("carpool.worker")
 class Heartbeat:
     """Says that the worker lives: every `heartbeat_s`, and at once when its state or its free slots change."""
 
-    def __init__(self, settings: Settings, keeper: Keeper, describe: Callable[[], tuple[WorkerInfo, str]]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        keeper: Keeper,
+        describe: Callable[[], tuple[WorkerInfo, str]],
+        reports: StepReports,
+    ) -> None:
         """`describe` gives the worker as it is now, and the key of its card ("" before it is loaded)."""
         self._settings = settings
         self._keeper = keeper
         self._describe = describe
+        self._reports = reports
         self._changed = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="carpool-heartbeat", daemon=True)
@@ -58,6 +66,7 @@ class Heartbeat:
                         self._keeper.wake(worker.pool)
                     if card:
                         keep_card(client, card)
+                    self._reports.tell(ledger, worker.incarnation, worker.pool)
                 except (RedisError, OSError) as error:
                     _log.debug("heartbeat_not_sent", error=str(error))
                 self._changed.wait(self._settings.heartbeat_s)
@@ -68,6 +77,7 @@ class Heartbeat:
     def _sign_off(self, ledger: SyncLedger) -> None:
         worker, _ = self._describe()
         try:
+            self._reports.tell(ledger, worker.incarnation, worker.pool, is_last=True)
             ledger.client.zrem(keys.pool_workers(worker.pool), worker.incarnation)
             ledger.client.delete(keys.worker(worker.incarnation))
         except (RedisError, OSError) as error:

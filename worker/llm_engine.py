@@ -35,6 +35,7 @@ from worker.native_tasks import accept_native
 from worker.publisher import Publisher, error_json
 from worker.registration import Condition, Registration
 from worker.ride_reports import RideReports
+from worker.step_times import StepReports, StepTimes
 from worker.stop_notices import StopNotices
 from worker.workload_manager import End, Ride, RideState, WorkloadManager
 
@@ -109,7 +110,8 @@ class LLMEngine:
             self._ledger, self._slots, self.celery_side, self._send, self._keeper.wake, settings.pool, self._reports
         )
         self._registration = Registration(settings, self.incarnation, name)
-        self._heartbeat = Heartbeat(settings, self._keeper, self._describe)
+        self._step_times = StepTimes()
+        self._heartbeat = Heartbeat(settings, self._keeper, self._describe, StepReports(settings, self._step_times))
         self._renewal = LeaseRenewal(settings, lambda: self._riders, self._is_alive, self._renewed)
         self._notices = StopNotices(settings, self._ledger.calls.db, self.incarnation, self._stop_wanted)
         self._thread = threading.Thread(target=self._run, name="carpool-engine", daemon=True)
@@ -361,10 +363,14 @@ class LLMEngine:
                 _log.error("model_process_cannot_serve", cause=update.message)
 
     def _stepped(self, update: Stepped) -> None:
+        now, made = time.monotonic(), []
         for delta in update.deltas:
             ride = self._slots.get(delta.id)
             if ride is None or not ride.in_child:
                 continue
+            if delta.ids:
+                made.append((None if ride.tokens_at is None else now - ride.tokens_at, len(delta.ids)))
+                ride.tokens_at = now
             self._registration.rate.note(len(delta.ids))
             ride.ids.extend(delta.ids)
             ride.texts.extend(delta.texts)
@@ -378,6 +384,7 @@ class LLMEngine:
                 ride.cached_tokens, ride.prompt_tokens_sent = delta.cached_tokens, False
             if delta.finish is not None:
                 ride.out_of_child(End("succeeded", delta.finish, delta.tail))
+        self._step_times.note(update.seconds, made)
 
     def _ready(self, update: Ready) -> None:
         self._unregistered = self._card = update.card

@@ -55,6 +55,7 @@ class Ride:
         passed_over: how often another went first because this one has strikes.
         claimed_at: tokens it had when it was claimed.
         trace: the trace that it is a part of, "" where it is not traced.
+        tokens_at: when the child gave us its last tokens in this ride, monotonic; None: none yet.
     """
 
     id: str
@@ -85,6 +86,7 @@ class Ride:
     claimed_at: int = 0
     trace: str = ""
     times: RideTimes = field(default_factory=RideTimes)
+    tokens_at: float | None = None
 
     @classmethod
     def from_claim(cls, id: str, nonce: str, claim: Claim) -> Ride:

@@ -102,6 +102,7 @@ async def get_response(
         caller,
         renderer=ResponseEvents(stored, after),
         member=member,
+        resumes=after >= 0,
     )
 
 

@@ -9,7 +9,7 @@ for i = 1, tonumber(ARGV[4]) do
   local a = 5 + (i - 1) * 3
   local id = ARGV[a]
   local j = fields(KEYS[i], 'status', 'epoch', 'owner', 'k', 'boarded', 'strikes', 'struck_at', 'died_gen',
-    'causes')
+    'causes', 'pool')
   if not owned(j, ARGV[a + 1], ARGV[a + 2]) then
     local ended = j.owner == ARGV[a + 2] and j.status ~= 'running' and j.status ~= 'queued'
     results[i] = { ended and 'ended' or 'fenced', '0', '-1' }
@@ -33,6 +33,7 @@ for _, j in ipairs(riders) do
     redis.call('HSET', j.key, 'strikes', '1', 'struck_at', j.k, 'causes', with_cause(j.causes, j.k, cause))
   end
   redis.call('HSET', j.key, 'boarded', '')
+  if not ended and j.boarded ~= '' then note('r model_process_died ' .. j.pool) end
   local now = fields(j.key, 'strikes', 'struck_at')
   results[j.i] = { ended and 'ended' or 'back', now.strikes, now.struck_at }
 end

@@ -7,7 +7,7 @@ local R = cjson.decode(ARGV[2])
 local id, key = R.id, KEYS[1]
 local j = fields(key, 'v', 'status', 'epoch', 'owner', 'lease', 'stop', 'k', 'claims', 'claim_k', 'strikes', 'struck_at',
   'boarded', 'fingerprint', 'deadline', 'pool', 'params', 'seed', 'input', 'default_tokens', 'started_at', 'trace', 'created_at',
-  'life', 'first', 'worker')
+  'life', 'first', 'worker', 'priority')
 
 local function granted(epoch, strikes, struck_at, stop, boarded, life)
   return { 'ok', epoch, j.k, strikes, struck_at, stop, j.deadline, j.params, j.seed, j.input, j.default_tokens, boarded,
@@ -65,6 +65,11 @@ redis.call('HSET', key, 'status', 'running', 'epoch', epoch, 'owner', R.nonce, '
   'invites', '0', 'unserved_since', '', 'claimed_at', int(NOW), 'life', life, 'first', '', 'started_at',
   j.started_at ~= '' and j.started_at or int(NOW))
 redis.call('HINCRBY', key, 'rides', 1)
+if j.started_at == '' then
+  note('q ' .. since_accepted(j.created_at, j.priority) .. j.pool)
+else
+  note((j.status == 'running' and 'r worker_lost ' or 'r handed_back ') .. j.pool)
+end
 set_due(id, due_of(lease, '', tonumber(j.deadline)), redis.call('PEXPIRETIME', key))
 local marker = string.format('{"v":%s,"t":"marker","n":%s,"ids":[],"text":[],"worker":%s}', j.v, j.k, quote(R.worker))
 redis.call('XADD', log_key(id), epoch .. '-' .. j.k, 'd', marker)

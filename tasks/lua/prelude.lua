@@ -32,9 +32,15 @@ local function celery_key(id) return 'celery-task-meta-' .. id end
 local function event_id(id) return 'evt_' .. id end
 local function minute_key(key) return P .. 'minute:' .. key end
 local function live_key(key) return P .. 'live:' .. key end
+local function counted_key(pool) return P .. 'counted:' .. pool end
 local DUE = P .. 'due'
 local SCHEMA = P .. 'schema'
 local HOOKS = P .. 'hook'
+local SEEN = P .. 'seen'
+-- Tokens in all logs, by pool: apart from what else is counted, for it grows with every step.
+local GENERATED = P .. 'generated'
+-- What nothing was counted of for so long is forgotten, and begins anew.
+local COUNTED_KEPT_MS = 30 * 86400000
 -- What waits, whose turn it is, how long that takes: queue.lua, shares.lua and rates.lua, which stand behind this part.
 local Q = {}
 
@@ -352,12 +358,24 @@ local function into_outbox(id, at, expires)
   keep_until(HOOKS, int(expires))
 end
 
+-- Something happened to a job that the metrics count. One line, and one command, in the script that makes it happen: so it
+-- is counted once, whoever dies and whatever is sent again. tally.lua sums the lines up; the pool comes last, for it may be
+-- any text. Nobody has to be there to do so: what is left alone for a day is forgotten.
+local function note(line)
+  if redis.call('RPUSH', SEEN, line) == 1 then redis.call('PEXPIRE', SEEN, 86400000) end
+end
+
+-- A job's priority and the ms since it was accepted, as a line has them.
+local function since_accepted(created_at, priority)
+  return (priority == '' and '5' or priority) .. ' ' .. math.max(0, NOW - (tonumber(created_at) or NOW)) .. ' '
+end
+
 -- Exactly one end, and it is the last entry of the log. Its own epoch refuses late writers by entry id as well.
 -- Returns false where the job has already ended or is gone.
 local function terminal(id, status, finish_reason, error, tail)
   local key = record_key(id)
   local j = fields(key, 'v', 'status', 'epoch', 'k', 'pool', 'group', 'native', 'idem', 'prompt_tokens', 'batch', 'key',
-    'counted', 'created_at', 'webhook', 'weight', 'charged', 'rides', 'claim_k', 'claimed_at', 'cached_tokens')
+    'counted', 'created_at', 'webhook', 'weight', 'charged', 'rides', 'claim_k', 'claimed_at', 'cached_tokens', 'priority')
   if j.status ~= 'queued' and j.status ~= 'running' then return false end
   local reason = reason_of(error) -- before anything is written: there is no rollback
   local epoch = int(tonumber(j.epoch) + 1)
@@ -373,6 +391,9 @@ local function terminal(id, status, finish_reason, error, tail)
   leave_key(id, j)
   Q.settle(j.pool, j)
   if status == 'succeeded' then Q.measure(j.pool, j) end
+  local how = status == 'succeeded' and finish_reason or reason.code
+  note('e ' .. status .. ' ' .. (how and string.match(how, '^[%w_]+$') or 'other') .. ' ' .. since_accepted(j.created_at, j.priority)
+    .. (j.prompt_tokens == '' and '0' or j.prompt_tokens) .. ' ' .. j.k .. ' ' .. j.pool)
   publish(id, data)
   -- the children of a group stay until the group has ended, so that its texts are whole, and a line of a batch until its
   -- answer is in the batch's output

@@ -4,6 +4,8 @@
 -- Returns, per slot, {verdict, k, stop}: ok, at (the ledger holds k tokens: send again from there), ended (under this
 -- owner; its status in the place of stop), fenced (another owns it, or it is over), error (its text in the place of stop).
 local WIDTH = 13
+-- Tokens that this call has written, by pool.
+local written = {}
 
 local function one(key, a)
   local id, epoch, nonce = ARGV[a], ARGV[a + 1], ARGV[a + 2]
@@ -33,6 +35,11 @@ local function one(key, a)
   if first > 0 and first ~= k + 1 then return { 'at', j.k, stop } end
   if board ~= '' then redis.call('HSET', key, 'boarded', j.k) end
   if count > 0 then
+    if k == 0 then
+      local f = redis.call('HMGET', key, 'created_at', 'priority')
+      note('f ' .. since_accepted(f[1], f[2] or '') .. j.pool)
+    end
+    written[j.pool] = (written[j.pool] or 0) + count
     k = k + count
     redis.call('XADD', log_key(id), 'NOMKSTREAM', epoch .. '-' .. int(k), 'd', data)
     if j.boarded == j.k then
@@ -58,5 +65,8 @@ for slot = 1, tonumber(ARGV[2]) do
     result = { 'error', '', type(result) == 'table' and (result.err or 'unknown') or tostring(result) }
   end
   results[slot] = result
+end
+for pool, count in pairs(written) do
+  if redis.call('HINCRBY', GENERATED, pool, count) == count then redis.call('PEXPIRE', GENERATED, COUNTED_KEPT_MS) end
 end
 return results
