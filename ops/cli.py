@@ -378,7 +378,7 @@ def health(
     if ready and live:
         raise typer.BadParameter("--ready and --live ask for different things. Give one of them")
     settings = _settings(redis_url=redis_url)
-    typer.echo(check_health(settings, role, name or _default_name(role), port, ready=ready, without_redis=live))
+    typer.echo(check_health(settings, role, name or process_name(role), port, ready=ready, without_redis=live))
 
 
 @app.command("make-secrets")
