@@ -246,16 +246,25 @@ def test_an_answer_that_was_lost_makes_no_second_job(chromium: Browser, api: Api
         page.wait_for_status("succeeded")
         expect(page.words).to_have_text(chat_answer("Only once", 2, 4))
         assert lost == [202, 202]
-        assert len(jobs_of(api)) == num_jobs + 1
+    assert len(jobs_of(api)) == num_jobs + 1
 
 
 def test_a_request_that_a_reload_cut_off_is_sent_again_as_the_same(page: Playground, api: ApiServer) -> None:
     num_jobs = len(jobs_of(api))
-    page.page.route("**/jobs", lambda route: None if route.request.method == "POST" else route.fallback())
+    had: list[int] = []
+
+    def hold(route: Route) -> None:
+        if route.request.method == "POST" and not had:
+            had.append(route.fetch().status)  # the server has it, and the page is not told
+        else:
+            route.fallback()
+
+    page.page.route("**/jobs", hold)
     page.set(max_tokens=6, seed=9)
     page.send("Cut off")
     page.wait_for_status("sending")
-    page.page.unroute_all(behavior="ignoreErrors")
+    expect(page.jobs.get_by_text("Cut off").first).to_be_visible()
+    assert had == [202]
     page.page.reload()
     page.wait_for_status("succeeded")
     expect(page.words).to_have_text(chat_answer("Cut off", 9, 6))

@@ -47,6 +47,11 @@ CONTRAST = """() => {
   }
   return { poor, seen };
 }"""
+#: What can be scrolled sideways, but for code, which is as wide as it is.
+SIDEWAYS = """() => [...document.querySelectorAll("body *")]
+  .filter((one) => one.checkVisibility() && !one.matches("pre, .unseen, .job-title"))
+  .filter((one) => ["auto", "scroll"].includes(getComputedStyle(one).overflowX) && one.scrollWidth > one.clientWidth)
+  .map((one) => `${one.id} ${one.className}`)"""
 #: Controls without a name, ids that are there twice, labels and references that lead nowhere.
 FLAWS = """() => {
   const flaws = [];
@@ -108,6 +113,7 @@ def test_nothing_overflows_and_every_text_can_be_read(
         assert page.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
         others = fill(page, service)
         assert page.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        assert page.page.evaluate(SIDEWAYS) == []
         found = page.page.evaluate(CONTRAST)
         assert found["seen"] > 40
         assert found["poor"] == []
