@@ -15,10 +15,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psutil
 import pytest
+import structlog
 
 from ops.log_lines import readable, supervisor_line
+from tasks.logs import JsonHandler, configure_logging, logs_are_json
 from tasks.reports import Reports
 from tasks.settings import Settings
 from tests.api_process import ApiProcess
@@ -59,8 +62,6 @@ def service(redis_url: str, tmp_path: Path) -> Iterator[Service]:
 def test_a_job_can_be_followed_by_its_id_from_process_to_process(service: Service, tmp_path: Path) -> None:
     first = service.worker("worker-1")
     with ApiProcess(service.settings, tmp_path) as api:
-        import httpx2
-
         body = {"prompt": "xylophone", "max_tokens": 200, "seed": 7}
         job = httpx2.post(f"{api.url}/jobs", json=body, trust_env=False).json()["id"]
         service.wait_for_token(job, 10)
@@ -98,7 +99,6 @@ def test_a_job_can_be_followed_by_its_id_from_process_to_process(service: Servic
 def test_a_line_of_a_traced_job_has_the_id_of_its_trace(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import httpx2
 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     worker = service.worker()
@@ -138,7 +138,6 @@ def test_at_a_higher_level_jobs_are_not_told(service: Service) -> None:
 
 
 def test_deliveries_of_webhooks_are_told_in_json(redis_url: str, tmp_path: Path) -> None:
-    import httpx2
 
     settings = webhook_settings(redis_url)
     with Receiver() as receiver, Service(redis_url, tmp_path) as service, ApiProcess(settings, tmp_path) as api:
@@ -284,15 +283,9 @@ def test_a_report_that_fails_does_not_end_the_others() -> None:
 
 
 def test_settings_say_the_format() -> None:
-    from tasks.logs import JsonHandler
-
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     try:
-        import structlog
-
-        from tasks.logs import configure_logging, logs_are_json
-
         hooks = sys.excepthook, threading.excepthook
         stream = io.StringIO()
         configure_logging(Settings(log_format="json"), "api", "a", stream)
@@ -308,4 +301,5 @@ def test_settings_say_the_format() -> None:
         sys.excepthook, threading.excepthook = hooks
         root.handlers[:] = before
         root.setLevel(level)
+        logging.getLogger("carpool").setLevel(logging.NOTSET)
         structlog.reset_defaults()
