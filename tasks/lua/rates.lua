@@ -179,6 +179,12 @@ function Q.eta_ms(pool, place, class, max)
   return (ahead + residual) / crew.slots + own
 end
 
+-- Ms in a slot for a job of this class and max_tokens, where its ETA is known.
+function Q.alone_ms(pool, class, max)
+  local r = Q.rates(pool)
+  return slot_ms(r, likely_tokens(r, class, max))
+end
+
 -- The same for a job that rides.
 function Q.riding_eta_ms(pool, text, k)
   local r = Q.rates(pool)
