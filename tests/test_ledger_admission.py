@@ -385,7 +385,7 @@ def test_a_job_that_would_be_late_is_refused_where_that_is_wanted(make: Make) ->
     assert too_long.verdict == "too_long", "not even if nothing else waited"
     assert too_long.queue is not None
     assert too_long.queue.eta_ms == pytest.approx(40_000, rel=0.02)
-    assert ledger.accept("x-late", owner="x", deadline_s=15).verdict == "ok"
+    assert ledger.accept("x-late", owner="x", deadline_s=19).verdict == "ok", "the fourth"
     assert ledger.client.exists(keys.record("late")) == 0
     assert make(refuse_late=False).accept("late", deadline_s=15).verdict == "ok"
 
