@@ -408,6 +408,22 @@ def test_an_eta_is_that_of_the_work_ahead_and_its_own(make: Make) -> None:
     assert ledger.view(group.id)["eta_s"] == pytest.approx(0.5 + 0.5 + 5 + 1 + 1 + 2, rel=0.05)
 
 
+def test_between_owners_an_eta_is_that_of_the_very_jobs_that_go_before(make: Make) -> None:
+    ledger = make()
+    for i in range(20):
+        ride_for(ledger, f"measured-{i}", 2, 10)
+    one_slot(ledger)
+    for i in range(10):
+        ledger.accept(f"long-{i}", owner="long", max_tokens=50)
+        ledger.accept(f"short-{i}", owner="short", max_tokens=5)
+    # in turn, 10 s and 1 s, and the rest of a ride of 2 s before all of them
+    for i in range(3):
+        assert ledger.view(f"long-{i}")["eta_s"] == pytest.approx(1 + 11 * i + 10, rel=0.02)
+        assert ledger.view(f"short-{i}")["eta_s"] == pytest.approx(1 + 11 * i + 11, rel=0.02)
+    ledger.accept("new", owner="new", max_tokens=10)
+    assert ledger.view("new")["eta_s"] == pytest.approx(1 + 10 + 1 + 2, rel=0.02)
+
+
 def test_jobs_that_end_early_are_expected_to_do_so_again(make: Make) -> None:
     ledger = make()
     for i in range(60):

@@ -122,9 +122,8 @@ local function refusal(R, num_jobs, num_tokens, order)
     if most > 0 and too_much > 0 then return { verdict, numbers_json(w, room_ms(w, what, too_much)) }, w end
   end
   if C.refuse_late then
-    local place = Q.place(R.pool, R.key, order, '') + num_jobs - 1
     local class = R.default_tokens ~= '' and 'd' or 'a'
-    local eta = Q.eta_ms(R.pool, place, class, R.max)
+    local eta = Q.eta_ms(R.pool, class, R.max, num_jobs - 1, Q.place(R.pool, R.key, order, ''))
     if eta and eta > R.deadline then
       local alone = Q.alone_ms(R.pool, class, R.max)
       if alone > R.deadline then return { 'too_long', numbers_json(w, nil, alone) }, w end
