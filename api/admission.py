@@ -18,6 +18,7 @@ from tasks.settings import Settings
 MOST_RETRY_S: Final = 120
 #: Where nobody can tell how fast the queue moves: no worker is ready, or none has ended a job yet.
 _UNKNOWN_RETRY_S: Final = 10
+_TOO_LATE: Final = ("late", "too_long")
 
 _headers: ContextVar[dict[str, str] | None] = ContextVar("carpool_queue_headers", default=None)
 
@@ -56,15 +57,14 @@ def note_queue(request: Acceptance, queue: QueueNumbers, settings: Settings) -> 
     found = _headers.get()
     if found is None:
         return  # nobody asks: a line of a batch
-    reset_ms = queue.drain_ms if queue.jobs else 0
-    if reset_ms is None:
-        reset_ms = 1000 * MOST_RETRY_S  # nobody knows: the longest pause
     caps = (
         ("requests", request.most_jobs, queue.own_jobs, settings.max_queued_jobs, queue.jobs),
         ("tokens", request.most_tokens, queue.own_tokens, settings.max_queued_tokens, queue.tokens),
     )
     for of, own_most, own, most, waiting in caps:
-        limit, used = (own_most, own) if own_most else (most, waiting)
+        limit, used, reset_ms = (own_most, own, queue.own_drain_ms) if own_most else (most, waiting, queue.drain_ms)
+        if reset_ms is None:
+            reset_ms = 1000 * MOST_RETRY_S  # nobody knows: the longest pause
         if limit:
             found.update(rate_headers(of, limit, max(0, limit - used), reset_ms))
 
@@ -73,18 +73,11 @@ def check_admitted(request: Acceptance, accepted: Accepted, settings: Settings) 
     """Raises CarpoolError where the ledger has refused the request."""
     queue = accepted.queue
     kind, _, unit = accepted.verdict.rpartition("_")
-    if queue is None or (kind not in ("own_full", "full", "never_fits") and accepted.verdict != "late"):
+    if queue is None or (kind not in ("own_full", "full", "never_fits") and accepted.verdict not in _TOO_LATE):
         return
     retry_s = _retry_s(queue.room_ms)
-    if accepted.verdict == "late":
-        eta_s = (queue.drain_ms or 0) / 1000
-        raise CarpoolError(
-            "would_be_late",
-            f"it would be done in about {eta_s:.0f} s, and its deadline is in {request.deadline_s:g} s, so that it was "
-            f"not accepted (CARPOOL_REFUSE_LATE). Give it a later deadline_s, or try again in {retry_s} s",
-            param="deadline_s",
-            retry_after_s=retry_s,
-        )
+    if accepted.verdict in _TOO_LATE:
+        raise _too_late(request, queue, retry_s, alone=accepted.verdict == "too_long")
     more = len(request.jobs)
     if unit == "tokens":
         more = sum(job.prompt_tokens + request.max_tokens for job in request.jobs)
@@ -93,6 +86,8 @@ def check_admitted(request: Acceptance, accepted: Accepted, settings: Settings) 
     setting = f"CARPOOL_MAX_QUEUED_{unit.upper()}"
     if kind == "never_fits":
         least = min(filter(None, (own_most, most)))
+        if least == own_most:
+            setting += "_PER_KEY"
         advice = "Ask for fewer in one request" if unit == "jobs" else "Ask for a smaller max_tokens"
         raise CarpoolError(
             "larger_than_queue",
@@ -113,6 +108,25 @@ def check_admitted(request: Acceptance, accepted: Accepted, settings: Settings) 
         f"the queue is full: {waiting} {unit} wait, {more} more are asked for, and at most {most} may wait "
         f"({setting}). Try again in {retry_s} s",
         retry_after_s=retry_s,
+    )
+
+
+def _too_late(request: Acceptance, queue: QueueNumbers, retry_s: int, *, alone: bool) -> CarpoolError:
+    """It would not be done by its deadline; `alone`: nor if nothing else waited, so that to wait is of no use."""
+    eta_s = (queue.eta_ms or 0) / 1000
+    if alone:
+        what = f"by itself it takes about {eta_s:.0f} s"
+        advice = "Give it a later deadline_s, or a smaller max_tokens"
+    else:
+        what = f"it would be done in about {eta_s:.0f} s"
+        advice = f"Give it a later deadline_s, or try again in {retry_s} s"
+    return CarpoolError(
+        "would_be_late",
+        f"{what}, and its deadline is in {request.deadline_s:g} s, so that it was not accepted (CARPOOL_REFUSE_LATE). "
+        f"{advice}",
+        param="deadline_s",
+        retry_after_s=MOST_RETRY_S if alone else retry_s,
+        is_final=alone,
     )
 
 

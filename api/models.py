@@ -153,6 +153,14 @@ class Models:
         allowed = self.allowed(caller)
         there = sorted(name for name in await self.known() if allowed is None or name in allowed)
         shown = ", ".join(there) or (self._default if allowed is None else "none yet")
+        if not asked and allowed:
+            names = ", ".join(sorted(allowed))[:_SHOWN]
+            return CarpoolError(
+                "model_not_found",
+                f"this API key may use {names}, and no worker has ever served a model of such a name. Start one, or "
+                "make a key for models that there are: carpool keys create --models",
+                param="model",
+            )
         what = (
             f"no worker has ever served the model {(asked or '')[:_SHOWN]!r}"
             if allowed is None

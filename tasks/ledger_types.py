@@ -132,7 +132,8 @@ class QueueNumbers:
     Attributes:
         tokens, own_tokens: prompts' tokens and max_tokens together.
         room_ms: time until there is room for what was refused; None where it is not known.
-        drain_ms: time until nothing waits; the same.
+        drain_ms, own_drain_ms: time until nothing waits, and nothing of the owner's, in whichever pools; the same.
+        eta_ms: of a job that is late or too long, the time until it would be done.
     """
 
     jobs: int
@@ -141,6 +142,8 @@ class QueueNumbers:
     own_tokens: int
     room_ms: int | None
     drain_ms: int | None
+    own_drain_ms: int | None
+    eta_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +152,8 @@ class Accepted:
 
     tomb: a task of that id was sent with plain Celery, has ended, and its record is gone. `invitations` were sent.
     Refused, and nothing written: own_full_jobs, own_full_tokens, full_jobs, full_tokens (a cap of the owner or of all),
-    never_fits_jobs, never_fits_tokens (a cap is less than this request alone), late (not done by its deadline), limited
-    (its key may not, as `over` says).
+    never_fits_jobs, never_fits_tokens (a cap is less than this request alone), late (not done by its deadline),
+    too_long (not even if nothing else waited), limited (its key may not, as `over` says).
     `queue`: what waits now, with the job where it is ok; `spent`: what is left of the key's minute. Both None where
     nothing was decided anew, and `spent` where nothing is counted or the queue refused first.
     """

@@ -133,6 +133,12 @@ SHARES = (
         (test_ledger_shares.one_job_is_next_whatever_was_used,),
     ),
     Mutation(
+        "shares: what nobody waited for is owed to nobody",
+        "whoever has used an idle service would wait until others have used as much",
+        one("if redis.call('EXISTS', shares_key(pool)) == 0 and time > pool_time(pool) then", "if false then"),
+        (test_ledger_shares.nothing_is_owed_to_nobody,),
+    ),
+    Mutation(
         "shares: a pause is no credit",
         "an owner that was away for a day would have the slots to itself until it has caught up",
         one("and known.time > now then return known.time, false end", "then return known.time, true end"),

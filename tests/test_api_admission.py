@@ -195,6 +195,9 @@ def test_an_owner_s_own_limit_is_429_which_openai_s_client_knows(redis_url: str)
         assert refused.value.response.headers["retry-after"] == "10"
         never = client.post("/jobs", json={"prompt": "Hello, I am", "max_tokens": 98})
         assert (never.status_code, never.json()["error"]["param"]) == (400, "max_tokens")
+        assert "at most 100 may wait (CARPOOL_MAX_QUEUED_TOKENS_PER_KEY)" in never.json()["error"]["message"]
+        group = client.post("/generate", json={"prompts": ["x"] * 3}).json()["error"]
+        assert "3 jobs, and at most 2 may wait (CARPOOL_MAX_QUEUED_JOBS_PER_KEY)" in group["message"]
 
 
 def test_prompts_are_counted_with_the_model_s_tokenizer_where_tokens_have_a_cap(redis_url: str) -> None:
@@ -246,9 +249,16 @@ def test_a_job_that_would_be_late_is_refused_where_that_is_wanted(redis_url: str
         late = client.post("/jobs", json={"prompt": "x", "max_tokens": 400, "deadline_s": 30})
         error = late.json()["error"]
         assert (late.status_code, error["code"], error["param"]) == (503, "would_be_late", "deadline_s")
-        assert "done in about 40 s, and its deadline is in 30 s" in error["message"]
-        assert late.headers["retry-after"] == "10"
-        assert client.post("/jobs", json={"prompt": "x", "max_tokens": 400, "deadline_s": 41}).status_code == 202
+        assert "by itself it takes about 40 s, and its deadline is in 30 s" in error["message"]
+        assert "Give it a later deadline_s, or a smaller max_tokens" in error["message"]
+        with openai_client(api) as openai_s, pytest.raises(openai.InternalServerError) as refused:
+            openai_s.completions.create(model="simulated", prompt="x", max_tokens=400, extra_body={"deadline_s": 30})
+        assert refused.value.response.headers["x-should-retry"] == "false", "to wait is of no use"
+        body = {"prompt": "x", "max_tokens": 400, "deadline_s": 41}
+        assert [client.post("/jobs", json=body).status_code for _ in range(4)] == [202] * 4
+        late = client.post("/jobs", json=body)
+        assert "done in about 80 s, and its deadline is in 41 s" in late.json()["error"]["message"]
+        assert late.headers["retry-after"] == "39"
 
 
 def test_a_silent_stream_says_when_its_job_will_be_done(redis_url: str) -> None:

@@ -237,6 +237,7 @@ def test_a_key_for_models_that_nobody_has_served_yet_gets_none(settings: Setting
         for fields in ({}, {"model": "later"}, {"model": "simulated"}):
             response = submit(client, **fields)
             assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+        assert "this API key may use later, and no worker has ever" in submit(client).json()["error"]["message"]
         register_model(redis_client, ModelInfo("later", "later", "simulated", registered_at=time.time()))
         # what is known of models may be a second old
         until(lambda: submit(client).status_code == 202)

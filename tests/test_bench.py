@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from ops.bench.http_client import dechunked
+from ops.bench.load import jobs_per_s
 from ops.bench.report import Figure, at_least, at_most, percentile, print_report, ratio_of
 
 #: By bench, what has to be there, with its target where it has one.
@@ -55,6 +56,15 @@ FIGURES: dict[str, dict[str, str | None]] = {
     "redis_wall": {"4 slots, entries of 1 token: GPUs at 20 ms a step": ">= 100"},
     "relay_wall": {"most that one API process relayed": None},
 }
+
+
+def test_a_job_that_rode_only_partly_within_the_time_counts_as_that_part() -> None:
+    before, within, across, after = (0.0, 1.0), (2.0, 3.0), (3.5, 4.5), (4.0, 5.0)
+    assert jobs_per_s([before, within, across, after], 2.0, 4.0) == pytest.approx(1.5 / 2)
+    # four slots in step: whatever the moments at which the time begins and ends
+    rides = [(0.4 * i, 0.4 * (i + 1)) for i in range(100) for _ in range(4)]
+    for start in (10.0, 10.1, 10.39):
+        assert jobs_per_s(rides, start, start + 15) == pytest.approx(10)
 
 
 def started_below(folder: Path) -> list[list[str]]:

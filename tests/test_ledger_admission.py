@@ -51,7 +51,7 @@ def test_what_is_over_the_cap_is_refused_and_leaves_nothing(make: Make) -> None:
     over_the_cap(ledger)
     before = ledger.dump()
     refused = ledger.accept("more")
-    assert (refused.verdict, refused.queue) == ("full_jobs", QueueNumbers(3, 24, 3, 24, None, None))
+    assert (refused.verdict, refused.queue) == ("full_jobs", QueueNumbers(3, 24, 3, 24, None, None, None))
     assert ledger.dump() == before
     check_counts(ledger.client, POOL)
 
@@ -174,7 +174,7 @@ def test_an_owner_s_tokens_have_a_cap_too_and_its_own_limit_is_named_first(make:
     ledger = make(max_queued_jobs=2)
     assert ledger.accept("a", owner="x", max_tokens=50, most_tokens=60).verdict == "ok"
     refused = ledger.accept("b", owner="x", max_tokens=50, most_tokens=60)
-    assert (refused.verdict, refused.queue) == ("own_full_tokens", QueueNumbers(1, 50, 1, 50, None, None))
+    assert (refused.verdict, refused.queue) == ("own_full_tokens", QueueNumbers(1, 50, 1, 50, None, None, None))
     ledger.accept("c", owner="y")
     assert ledger.accept("d", owner="x", most_jobs=1).verdict == "own_full_jobs"
     assert ledger.accept("d", owner="z", most_jobs=1).verdict == "full_jobs"
@@ -328,6 +328,42 @@ def test_a_refusal_says_when_there_will_be_room_by_the_rate_that_was_measured(ma
     assert group.room_ms == pytest.approx(6000, rel=0.02)
 
 
+def measured(ledger: LedgerOnAClock, pool: str, ms_a_token: int, slots: int = 1) -> None:
+    """A pool of which it is known how fast it is, and whose slots are taken."""
+    ledger.client.hset(keys.rate(pool), mapping={"jobs": 1, "ms": ms_a_token, "square": 0, "tokens": 1})
+    fields = {"state": "ready", "free": "0", "slots": str(slots), "fingerprint": "fp"}
+    ledger.run(ledger.calls.heartbeat(f"w-{pool}", [pool], 10**8, fields))
+
+
+def test_a_pause_is_that_of_the_pools_where_something_waits_whichever_is_asked_for(make: Make) -> None:
+    ledger = make(max_queued_jobs=6)
+    measured(ledger, "slow", 1000)
+    measured(ledger, "fast", 100)
+    for i in range(6):
+        ledger.accept(f"slow-{i}", pool="slow", owner="x", max_tokens=10)
+    queue = numbers(ledger, pool="fast")
+    assert (queue.jobs, queue.room_ms, queue.drain_ms, queue.own_drain_ms) == (6, 10_000, 60_000, 0)
+    queue = numbers(ledger, pool="fast", owner="x", most_jobs=4)
+    assert (queue.own_jobs, queue.room_ms, queue.own_drain_ms) == (6, 30_000, 60_000)
+    for i in range(2):
+        assert ledger.run(ledger.calls.cancel(f"slow-{i}")) == "cancelled"
+        ledger.accept(f"fast-{i}", pool="fast", max_tokens=10)
+    # 1.1 jobs a second until the fast ones are gone, and a tenth of one from then on
+    assert numbers(ledger, pool="slow").room_ms == pytest.approx(1000 / 1.1, abs=1)
+    group = ledger.accept_group("g", n=4, pool="fast").queue
+    assert group is not None
+    assert group.room_ms == pytest.approx(20_000, abs=1)
+    # what waits where nobody serves may be there for ever
+    assert ledger.run(ledger.calls.cancel("fast-1")) == "cancelled"
+    ledger.accept("unserved", pool="nobody's")
+    queue = numbers(ledger, pool="fast")
+    assert queue.room_ms == pytest.approx(1000 / 1.1, abs=1)
+    assert queue.drain_ms is None
+    whole = ledger.accept_group("g", n=6, pool="fast").queue
+    assert whole is not None
+    assert whole.room_ms is None
+
+
 def test_a_job_that_would_be_late_is_refused_where_that_is_wanted(make: Make) -> None:
     ledger = make(refuse_late=True)
     for i in range(3):
@@ -338,13 +374,18 @@ def test_a_job_that_would_be_late_is_refused_where_that_is_wanted(make: Make) ->
     late = ledger.accept("late", deadline_s=15)
     assert late.verdict == "late"
     assert late.queue is not None
-    assert late.queue.drain_ms == pytest.approx(4 * 4000 + 2000 + 4000, rel=0.02)
+    assert late.queue.eta_ms == pytest.approx(4 * 4000 + 2000 + 4000, rel=0.02)
+    assert late.queue.drain_ms == pytest.approx(4 * 4000, rel=0.02)
     assert late.queue.room_ms == pytest.approx(22_000 - 15_000, rel=0.05)
     assert ledger.accept("in time", deadline_s=30).verdict == "ok"
     assert ledger.accept("first", deadline_s=15, priority=0).verdict == "ok", "it goes before the others"
     assert ledger.accept("another's", owner="x", deadline_s=15).verdict == "ok", "its owner is next"
     assert ledger.accept("x-late", owner="x", deadline_s=9).verdict == "late"
-    assert ledger.accept("x-late", owner="x", deadline_s=15).verdict == "ok"
+    too_long = ledger.accept("too long", owner="x", deadline_s=9, max_tokens=80)
+    assert too_long.verdict == "too_long", "not even if nothing else waited"
+    assert too_long.queue is not None
+    assert too_long.queue.eta_ms == pytest.approx(40_000, rel=0.02)
+    assert ledger.accept("x-late", owner="x", deadline_s=19).verdict == "ok", "the fourth"
     assert ledger.client.exists(keys.record("late")) == 0
     assert make(refuse_late=False).accept("late", deadline_s=15).verdict == "ok"
 
@@ -365,6 +406,22 @@ def test_an_eta_is_that_of_the_work_ahead_and_its_own(make: Make) -> None:
     group = ledger.accept_group("g", n=2, max_tokens=10)
     assert ledger.view(group.id)["queue_position"] == 4
     assert ledger.view(group.id)["eta_s"] == pytest.approx(0.5 + 0.5 + 5 + 1 + 1 + 2, rel=0.05)
+
+
+def test_between_owners_an_eta_is_that_of_the_very_jobs_that_go_before(make: Make) -> None:
+    ledger = make()
+    for i in range(20):
+        ride_for(ledger, f"measured-{i}", 2, 10)
+    one_slot(ledger)
+    for i in range(10):
+        ledger.accept(f"long-{i}", owner="long", max_tokens=50)
+        ledger.accept(f"short-{i}", owner="short", max_tokens=5)
+    # in turn, 10 s and 1 s, and the rest of a ride of 2 s before all of them
+    for i in range(3):
+        assert ledger.view(f"long-{i}")["eta_s"] == pytest.approx(1 + 11 * i + 10, rel=0.02)
+        assert ledger.view(f"short-{i}")["eta_s"] == pytest.approx(1 + 11 * i + 11, rel=0.02)
+    ledger.accept("new", owner="new", max_tokens=10)
+    assert ledger.view("new")["eta_s"] == pytest.approx(1 + 10 + 1 + 2, rel=0.02)
 
 
 def test_jobs_that_end_early_are_expected_to_do_so_again(make: Make) -> None:

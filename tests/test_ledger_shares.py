@@ -148,6 +148,25 @@ def test_a_pause_leaves_neither_credit_nor_debt(ledger: LedgerOnAClock, pause_s:
     assert abs(served["a"] - served["b"]) <= 2
 
 
+def nothing_is_owed_to_nobody(ledger: LedgerOnAClock) -> None:
+    """Much more was used than was expected, and nobody waited meanwhile."""
+    worker = Worker(ledger, lambda id: 5000 if id.startswith("alone") else 10)
+    accept(ledger, "before", 30)
+    worker.run(30)
+    accept(ledger, "alone", 2)
+    worker.run(2)
+    accept(ledger, "many", 100)
+    worker.run(5)
+    invited = list(worker.invite())
+    ledger.accept("alone-again", owner="alone")
+    assert ledger.view("alone-again")["queue_position"] == len(invited) + 1
+    assert worker.run(len(invited) + 1) == [*invited, "alone-again"]
+
+
+def test_what_was_used_while_nobody_waited_does_not_count_against_its_owner(ledger: LedgerOnAClock) -> None:
+    nothing_is_owed_to_nobody(ledger)
+
+
 def a_pause_is_no_credit(ledger: LedgerOnAClock) -> None:
     accept(ledger, "idle", 1)
     worker = Worker(ledger)

@@ -2,7 +2,8 @@
 
 Jobs are submitted on a timetable, each on a connection of its own, whether or not those before were answered. Every
 answer is 202, or 503 with its reason; every 202 ends well; and as much gets done as when the queue is just never empty.
-Memory is compared between the middle and the end of each minute.
+Jobs a second are those of the second half of each minute, when all slots have long been taken; memory is compared
+between its begin and its end.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def measure(options: Options) -> Findings:
     say("starting an instance")
     with BenchInstance(settings) as instance:
         say("the rate at saturation")
-        saturated = asyncio.run(_load(instance, 1.1, seconds / 2))
+        saturated = asyncio.run(_load(instance, 1.1, seconds))
         loads = {}
         for factor in _FACTORS:
             say(f"{factor} times that")
@@ -113,14 +114,19 @@ async def _load(instance: BenchInstance, factor: float, seconds: float) -> _Load
     async with HttpConnection(instance.url) as connection:
         jobs = [json.loads(await connection.get(f"/jobs/{id}?wait=60")) for id in load.ids]
     load.lost = sum(job["status"] != "succeeded" for job in jobs)
-    load.jobs_per_s = _rate((job["finished_at"] for job in jobs if job["finished_at"]), began_at, seconds)
+    rides = ((job["started_at"], job["finished_at"]) for job in jobs if job["status"] == "succeeded")
+    load.jobs_per_s = jobs_per_s(rides, began_at + seconds / 2, began_at + seconds)
     return load
 
 
-def _rate(finished: Iterable[float], began_at: float, seconds: float) -> float:
-    """Jobs a second in the second half of a load, when all slots have long been taken."""
-    start, end = began_at + seconds / 2, began_at + seconds
-    return sum(start <= at < end for at in finished) / (end - start)
+def jobs_per_s(rides: Iterable[tuple[float, float]], start: float, end: float) -> float:
+    """Jobs a second from `start` to `end`, by when they began and ended, in seconds.
+
+    One that rode only partly within that time counts as that part: jobs of one length end all at once, and to count
+    ends would be wrong by as many as there are slots.
+    """
+    done = sum(max(0.0, min(end, last) - max(start, first)) / max(0.001, last - first) for first, last in rides)
+    return done / (end - start)
 
 
 def _word(status: int, answer: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ if refused and R.native == '' then return { refused[1], R.id, account(refused[2]
 
 -- last, for it counts what it allows
 local over_limit, left = spend(R.key, R.limits, R.counted, #R.seeds)
-if over_limit then return { 'limited', R.id, account(numbers_json(now_waiting, nil, Q.drain_ms(R.pool)), left, over_limit) } end
+if over_limit then return { 'limited', R.id, account(numbers_json(now_waiting), left, over_limit) } end
 
 local inputs = {}
 for i = 1, #R.seeds do inputs[i] = ARGV[2 + i] end
@@ -35,10 +35,8 @@ list_in_index(P .. 'jobs:' .. R.key, R.id, redis.call('PEXPIRETIME', R.group and
 end)
 -- a pump in the same call: one round trip less before the first token
 local answer = R.invite and invite_waiting(R.pool, R.message) or {}
-for name, more in pairs({ jobs = #R.seeds, own_jobs = #R.seeds, tokens = num_tokens, own_tokens = num_tokens }) do
-  now_waiting[name] = now_waiting[name] + more
-end
-table.insert(answer, 1, account(numbers_json(now_waiting, nil, Q.drain_ms(R.pool)), left))
+add_waiting(now_waiting, R.pool, #R.seeds, num_tokens)
+table.insert(answer, 1, account(numbers_json(now_waiting), left))
 table.insert(answer, 1, R.id)
 table.insert(answer, 1, 'ok')
 return answer

@@ -3,8 +3,10 @@
 
 local FADE = 0.97
 local RATE_KEPT_MS = 7 * 86400000
--- A queue is looked at job by job up to here; what lies further ahead counts as the mean of all that waits.
+-- A queue is looked at job by job up to here, and those of all owners together up to there; what lies further ahead counts as
+-- the mean of what waits.
 local LOOKED_AT = 64
+local LOOKED_AT_IN_ALL = 256
 local RATE_FIELDS = { 'jobs', 'ms', 'square', 'tokens', 'prompt', 'used:a', 'max:a', 'used:d', 'max:d' }
 
 local function rate_key(pool) return P .. 'rate:' .. pool end
@@ -66,7 +68,7 @@ local function lanes_of(pool)
     lanes[#lanes + 1] = { owner = found[i], time = tonumber(found[i + 1]), invited = {} }
     by_owner[found[i]] = lanes[#lanes]
   end
-  all_lanes[pool] = { lanes = lanes, by_owner = by_owner, invited = {}, is_invited = {} }
+  all_lanes[pool] = { lanes = lanes, by_owner = by_owner, invited = {}, invited_weights = {}, is_invited = {} }
   return all_lanes[pool]
 end
 
@@ -80,6 +82,7 @@ local function look_along(pool, all)
     if lane then
       local order = tonumber(redis.call('ZSCORE', wait_key(pool), id) or 0)
       all.invited[#all.invited + 1] = order
+      all.invited_weights[#all.invited] = weight(text)
       lane.invited[#lane.invited + 1] = order
       all.is_invited[id] = true
     end
@@ -102,7 +105,8 @@ local function how_many_before(orders, order)
 end
 
 -- Place of a job of this owner and order from 1: how many are invited before it, and it. Where jobs of one owner differ
--- much in what they use, places between owners are estimates. `id` is '' for a job that is not there yet.
+-- much in what they use, places between owners are estimates. `id` is '' for a job that is not there yet. Where others wait
+-- too, also whose jobs go before it: {invited = how many that are invited, {lane, how many of its next ones}…}.
 function Q.place(pool, owner, order, id)
   local all = lanes_of(pool)
   local mine = all.by_owner[owner]
@@ -111,7 +115,10 @@ function Q.place(pool, owner, order, id)
     return (rank or redis.call('ZCOUNT', wait_key(pool), '-inf', '(' .. int(order))) + 1
   end
   look_along(pool, all)
-  if all.is_invited[id] then return how_many_before(all.invited, order) + 1 end
+  if all.is_invited[id] then
+    local before = how_many_before(all.invited, order)
+    return before + 1, { invited = before }
+  end
   local ahead = 0
   if mine then
     ahead = math.max(0, redis.call('ZCOUNT', own_key(pool, owner), '-inf', '(' .. int(order)) - how_many_before(mine.invited, order))
@@ -119,6 +126,7 @@ function Q.place(pool, owner, order, id)
     local time, is_free = start_time(pool, owner)
     mine = { time = time, served = is_free and FRESH or 0, first = order }
   end
+  local whose = { invited = #all.invited, { mine, ahead } }
   local is_next = mine.served == FRESH and ahead == 0
   local turn = mine.time + ahead * (mine.mean or mean_use(pool, owner))
   local place = #all.invited + ahead + 1
@@ -131,10 +139,12 @@ function Q.place(pool, owner, order, id)
         if earlier and (turn - other.time) % other.mean == 0 then many = many + 1 end
       end
       if other.served == FRESH and (earlier or not is_next) then many = math.max(many, 1) end
-      place = place + math.min(many, other.left)
+      many = math.min(many, other.left)
+      place = place + many
+      whose[#whose + 1] = { other, many }
     end
   end
-  return place
+  return place, whose
 end
 
 -- Ms until all that waits is done, nil where that is not known.
@@ -163,20 +173,61 @@ local function first_sums(pool, r)
   return sums
 end
 
--- Ms until a job at this place is done that has this class and max_tokens; nil where no worker is ready, or none has ended
--- a job yet. The work ahead of it is spread over the slots; when it gets one, the others are on average in mid-ride.
-function Q.eta_ms(pool, place, class, max)
+-- Ms in a slot for the next so many jobs of an owner, those that are invited apart. `mean`: of a job that was not looked at.
+local looked_at = 0
+local function lane_ms(pool, r, lane, many, mean)
+  if many == 0 or not lane.owner then return many * mean end
+  if not lane.sums then
+    lane.sums = { [0] = 0 }
+    local last = math.min(LOOKED_AT, LOOKED_AT_IN_ALL - looked_at) - 1
+    local ids = last >= 0 and redis.call('ZRANGE', own_key(pool, lane.owner), 0, last) or {}
+    looked_at = looked_at + #ids
+    local texts = #ids > 0 and redis.call('HMGET', queued_key(pool), unpack(ids)) or {}
+    for i, id in ipairs(ids) do
+      if texts[i] and not lanes_of(pool).is_invited[id] then
+        local w = weight(texts[i])
+        lane.sums[#lane.sums + 1] = lane.sums[#lane.sums] + slot_ms(r, likely_tokens(r, w.class, w.max))
+      end
+    end
+  end
+  local near = math.min(many, #lane.sums)
+  if #lane.sums > 0 then mean = lane.sums[#lane.sums] / #lane.sums end
+  return lane.sums[near] + (many - near) * mean
+end
+
+-- Ms in a slot for what goes before a job at this place; `whose` as Q.place says it.
+local function ahead_ms(pool, r, place, whose, mean)
+  if not whose then
+    local sums = first_sums(pool, r)
+    local near = math.min(place - 1, #sums)
+    return sums[near] + mean * (place - 1 - near)
+  end
+  local all = lanes_of(pool)
+  local ms = 0
+  for _, w in ipairs(all.invited_weights) do
+    ms = ms + slot_ms(r, likely_tokens(r, w.class, w.max)) * whose.invited / #all.invited
+  end
+  for _, one in ipairs(whose) do ms = ms + lane_ms(pool, r, one[1], one[2], mean) end
+  return ms
+end
+
+-- Ms until a job is done that has this class and max_tokens, at a place of which Q.place says whose go before it; nil where
+-- no worker is ready, or none has ended a job yet. It comes with `siblings` others like it, which go before it too. The work
+-- ahead of it is spread over the slots; when it gets one, the others are on average in mid-ride.
+function Q.eta_ms(pool, class, max, siblings, place, whose)
   local r, crew = Q.rates(pool), Q.crew(pool)
   if not r or crew.slots == 0 then return end
   local own = slot_ms(r, likely_tokens(r, class, max))
-  if place <= crew.free then return own end
-  -- between owners the order of all is not that of the turns
-  local sums = #lanes_of(pool).lanes <= 1 and first_sums(pool, r) or { [0] = 0 }
-  local near = math.min(place - 1, #sums)
+  if place + siblings <= crew.free then return own end
   local mean = (Q.drain_ms(pool) or 0) * crew.slots / math.max(1, redis.call('ZCARD', wait_key(pool)))
-  local ahead = sums[near] + mean * (place - 1 - near)
   local residual = crew.free > 0 and 0 or r.square / (2 * r.ms)
-  return (ahead + residual) / crew.slots + own
+  return (ahead_ms(pool, r, place, whose, mean) + siblings * own + residual) / crew.slots + own
+end
+
+-- Ms in a slot for a job of this class and max_tokens, where its ETA is known.
+function Q.alone_ms(pool, class, max)
+  local r = Q.rates(pool)
+  return slot_ms(r, likely_tokens(r, class, max))
 end
 
 -- The same for a job that rides.
@@ -192,6 +243,6 @@ function Q.outlook(pool, id, text)
   local order = redis.call('ZSCORE', wait_key(pool), id)
   if not order then return end
   local w = weight(text ~= '' and text or weight_of_record(id))
-  local place = Q.place(pool, w.owner, tonumber(order), id)
-  return place, Q.eta_ms(pool, place, w.class, w.max)
+  local place, whose = Q.place(pool, w.owner, tonumber(order), id)
+  return place, Q.eta_ms(pool, w.class, w.max, 0, place, whose)
 end

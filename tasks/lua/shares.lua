@@ -114,7 +114,12 @@ function Q.settle(pool, j)
     redis.call('ZINCRBY', shares_key(pool), int(more), owner)
     remember(pool, owner, known and known.time or 0, mean)
   else
-    remember(pool, owner, (known and known.time or start_time(pool, owner)) + more, mean)
+    local time = (known and known.time or start_time(pool, owner)) + more
+    remember(pool, owner, time, mean)
+    -- what was used while nobody waited for it is owed to nobody: the time of an idle server is that of its last job's end
+    if redis.call('EXISTS', shares_key(pool)) == 0 and time > pool_time(pool) then
+      redis.call('HSET', use_key(pool), 'now', int(time))
+    end
   end
 end
 
