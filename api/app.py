@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from api import admission, errors, generation, health, jobs, metrics, scene, static_page
+from api import admission, error_docs, errors, generation, health, jobs, metrics, scene, static_page
 from api.access import OPEN_PATHS, Access
 from api.batches.runner import BatchRunner
 from api.http_counts import HttpCounts
@@ -41,6 +41,7 @@ class _Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The description; FastAPI would give every path a 422, which is 400 under `/v1`."""
         described = super().openapi()
+        error_docs.describe(described)
         for path, operations in described["paths"].items():
             if path.startswith("/v1/"):
                 for operation in operations.values():

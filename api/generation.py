@@ -13,6 +13,7 @@ from api.caller import caller_of
 from api.errors import ClientLeft, error_of_job, job_headers, naming_job, root_path
 from api.events import Cursor
 from api.feed import Feed
+from api.header_docs import IDEMPOTENCY_KEY
 from api.intake import Draft, Idempotency, Ticket
 from api.schemas import (
     BasicGenerate,
@@ -64,7 +65,7 @@ async def idempotency_of(request: Request) -> Idempotency | None:
     return Idempotency.of(caller_of(request).owner, request.method, path, key, body)
 
 
-@router.post("/basic_generate", response_model=GeneratedText)
+@router.post("/basic_generate", response_model=GeneratedText, openapi_extra=IDEMPOTENCY_KEY)
 async def basic_generate(body: BasicGenerate, request: Request) -> Response:
     """Complete one prompt and answer with prompt and completion: 50 new tokens, greedy, unless you say otherwise."""
     service, caller = service_of(request), caller_of(request)
@@ -75,7 +76,7 @@ async def basic_generate(body: BasicGenerate, request: Request) -> Response:
     return _json({"generated_text": body.prompt + view["text"]}, view, request)
 
 
-@router.post("/generate", response_model=GeneratedTexts)
+@router.post("/generate", response_model=GeneratedTexts, openapi_extra=IDEMPOTENCY_KEY)
 async def generate(body: Generate, request: Request) -> Response:
     """Complete several prompts, which ride side by side, and answer in order with prompts and completions."""
     service = service_of(request)
@@ -85,7 +86,7 @@ async def generate(body: Generate, request: Request) -> Response:
     return _json({"generated_texts": texts}, view, request)
 
 
-@router.post("/generate_vllm", response_model=GeneratedTexts)
+@router.post("/generate_vllm", response_model=GeneratedTexts, openapi_extra=IDEMPOTENCY_KEY)
 async def generate_vllm(body: GenerateVllm, request: Request) -> Response:
     """Complete several prompts on a worker with the vLLM engine, and answer with the completions alone."""
     if not body.prompts:
@@ -96,7 +97,7 @@ async def generate_vllm(body: GenerateVllm, request: Request) -> Response:
     return _json({"generated_texts": view["texts"]}, view, request)
 
 
-@router.post("/generate_stream", response_class=Response, responses=EVENTS)
+@router.post("/generate_stream", response_class=Response, responses=EVENTS, openapi_extra=IDEMPOTENCY_KEY)
 async def generate_stream(body: GenerateStream, request: Request) -> Response:
     """Complete one prompt, token by token: `data: {"token", "sequence_id", "n"}`.
 

@@ -15,6 +15,7 @@ from api.caller import Caller, caller_of
 from api.errors import job_headers, root_path
 from api.events import MAX_STREAM_CHILDREN, as_json, parse_cursor
 from api.generation import ERRORS, EVENTS, idempotency_of
+from api.header_docs import IDEMPOTENCY_KEY, LAST_EVENT_ID
 from api.intake import Draft, Ticket
 from api.schemas import ErrorAnswer, JobPage, JobView, SubmitJob
 from api.service import Service, job_not_found, service_of
@@ -33,7 +34,7 @@ _NOT_FOUND: Final[dict[int | str, dict[str, Any]]] = {
 router = APIRouter(prefix="/jobs", tags=["jobs"], responses={**ERRORS, **_NOT_FOUND})
 
 
-@router.post("", status_code=202, response_model=JobView)
+@router.post("", status_code=202, response_model=JobView, openapi_extra=IDEMPOTENCY_KEY)
 async def submit(body: SubmitJob, request: Request) -> Response:
     """Submit a job and go away: 256 tokens at temperature 1, unless you say otherwise.
 
@@ -61,7 +62,7 @@ async def submit(body: SubmitJob, request: Request) -> Response:
 @router.get("", response_model=JobPage)
 async def list_jobs(
     request: Request,
-    limit: Annotated[int, Query(ge=1, le=100)] = 100,
+    limit: Annotated[int, Query(ge=1, le=100, description="Most jobs of a page.")] = 100,
     cursor: Annotated[str, Query(pattern=r"^[0-9]{0,20}$", description="`next_cursor` of the page before.")] = "",
 ) -> Response:
     """List jobs, newest first."""
@@ -136,7 +137,12 @@ async def delete_job(id: str, request: Request) -> Response:
     return Response(status_code=204)
 
 
-@router.get("/{id}/stream", response_class=Response, responses={**EVENTS, 204: {"description": "Nothing is left."}})
+@router.get(
+    "/{id}/stream",
+    response_class=Response,
+    responses={**EVENTS, 204: {"description": "Nothing is left."}},
+    openapi_extra=LAST_EVENT_ID,
+)
 async def stream_job(
     id: str,
     request: Request,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -11,6 +11,11 @@ from api.plain_json import PlainJson
 from tasks.acceptance import JOB_MAX_TOKENS
 from tasks.job_request import JobOptions, JobRequest, Prompt
 from tasks.webhook_urls import parse_webhook_url
+
+_PROMPT: Final = "A text to go on with."
+_PROMPTS: Final = "Texts to go on with, each a job of a group."
+_TEMPERATURE: Final = "Divides the logits; 0 takes the likeliest token."
+_TOP_P: Final = "The likeliest tokens up to this mass."
 
 
 def refuse(value: Any) -> Any:
@@ -62,8 +67,8 @@ class BasicGenerate(TextOptions):
 
     default_max_tokens: ClassVar[int] = 50
 
-    prompt: Prompt = Field(examples=["Hello, I am"])
-    temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False)
+    prompt: Prompt = Field(description=_PROMPT, examples=["Hello, I am"])
+    temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False, description=_TEMPERATURE)
 
 
 class Generate(TextOptions):
@@ -71,8 +76,10 @@ class Generate(TextOptions):
 
     default_max_tokens: ClassVar[int] = 50
 
-    prompts: list[Prompt] = Field(min_length=1, max_length=256, examples=[["Hello, I am", "The sky is"]])
-    temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False)
+    prompts: list[Prompt] = Field(
+        min_length=1, max_length=256, description=_PROMPTS, examples=[["Hello, I am", "The sky is"]]
+    )
+    temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False, description=_TEMPERATURE)
 
 
 class GenerateStream(PromptOptions):
@@ -80,8 +87,8 @@ class GenerateStream(PromptOptions):
 
     default_max_tokens: ClassVar[int] = 20
 
-    prompt: Prompt = Field(examples=["Hello, I am"])
-    temperature: float = Field(0.7, ge=0, le=2, allow_inf_nan=False)
+    prompt: Prompt = Field(description=_PROMPT, examples=["Hello, I am"])
+    temperature: float = Field(0.7, ge=0, le=2, allow_inf_nan=False, description=_TEMPERATURE)
 
 
 class GenerateVllm(TextOptions):
@@ -89,9 +96,9 @@ class GenerateVllm(TextOptions):
 
     default_max_tokens: ClassVar[int] = 20
 
-    prompts: list[Prompt] = Field(max_length=256, examples=[["Hello, I am"]])
-    temperature: float = Field(0.7, ge=0, le=2, allow_inf_nan=False)
-    top_p: float = Field(0.95, gt=0, le=1, allow_inf_nan=False)
+    prompts: list[Prompt] = Field(max_length=256, description=_PROMPTS, examples=[["Hello, I am"]])
+    temperature: float = Field(0.7, ge=0, le=2, allow_inf_nan=False, description=_TEMPERATURE)
+    top_p: float = Field(0.95, gt=0, le=1, allow_inf_nan=False, description=_TOP_P)
 
 
 class SubmitJob(PlainJson, JobRequest):
@@ -105,22 +112,24 @@ class SubmitJob(PlainJson, JobRequest):
 class GeneratedText(BaseModel):
     """Prompt and completion."""
 
-    generated_text: str
+    generated_text: str = Field(description="Prompt and completion.")
 
 
 class GeneratedTexts(BaseModel):
     """One text per prompt, in order."""
 
-    generated_texts: list[str]
+    generated_texts: list[str] = Field(
+        description="In the order of the prompts; of `/generate_vllm` the completions alone."
+    )
 
 
 class ErrorDetail(BaseModel):
     """What went wrong, in plain words and as a code."""
 
-    message: str
-    type: str
-    param: str | None
-    code: str
+    message: str = Field(description="Cause, value, and one thing to do.")
+    type: str = Field(description="OpenAI's kind of error.")
+    param: str | None = Field(description="Field of the request that is at fault.")
+    code: str = Field(description="One of the table of codes.")
 
 
 class ErrorAnswer(BaseModel):
@@ -138,39 +147,39 @@ class PromptTokensDetails(BaseModel):
 class Usage(BaseModel):
     """Tokens of a job; those of the prompt are known from its first ride on."""
 
-    prompt_tokens: int | None
-    completion_tokens: int
-    total_tokens: int | None
+    prompt_tokens: int | None = Field(description="Null until the job has boarded once.")
+    completion_tokens: int = Field(description="An end-of-sequence token counts as one.")
+    total_tokens: int | None = Field(description="Both together.")
     prompt_tokens_details: PromptTokensDetails | None = Field(None, description="Absent where no cache had any.")
 
 
 class JobUrls(BaseModel):
     """Where a job can be asked about."""
 
-    self: str
-    stream: str
-    cancel: str
+    self: str = Field(description="`GET` and `DELETE`.")
+    stream: str = Field(description="`GET`: its events.")
+    cancel: str = Field(description="`POST`.")
 
 
 class WebhookAttempt(BaseModel):
     """One attempt to deliver: the status that the receiver answered with, or why there is none."""
 
-    at: float
-    status_code: int | None
-    error: str | None
-    duration_ms: int
+    at: float = Field(description="When it began.")
+    status_code: int | None = Field(description="What the receiver answered; null where it did not.")
+    error: str | None = Field(description="Why there was no answer.")
+    duration_ms: int = Field(description="Milliseconds that it took.")
 
 
 class WebhookView(BaseModel):
     """A job's webhook and its last 50 attempts; a query is not shown, for it may hold a secret."""
 
-    url: str
-    event_id: str
+    url: str = Field(description="Where it goes, without its query.")
+    event_id: str = Field(description="`webhook-id`, the same at every attempt.")
     status: Literal["waiting", "pending", "delivered", "failed"] = Field(
         description="waiting: the job has not ended; pending: to be delivered, or tried again; failed: given up."
     )
-    attempts: list[WebhookAttempt]
-    next_attempt_at: float | None
+    attempts: list[WebhookAttempt] = Field(description="The last 50, oldest first.")
+    next_attempt_at: float | None = Field(description="When it is tried again.")
 
 
 class JobEvent(BaseModel):
@@ -209,29 +218,29 @@ class JobEvent(BaseModel):
 class JobView(BaseModel):
     """A job, or a group of jobs with `children` and `texts`. Times are seconds since 1970."""
 
-    id: str
+    id: str = Field(description="Also Celery's task id.")
     object: Literal["job"]
     status: Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
-    model: str
-    seed: int
-    created_at: float
-    started_at: float | None
-    finished_at: float | None
-    deadline_at: float
+    model: str = Field(description="Name that it is served under.")
+    seed: int = Field(description="What was given or drawn.")
+    created_at: float = Field(description="When it was accepted.")
+    started_at: float | None = Field(description="When a worker first took it up.")
+    finished_at: float | None = Field(description="When it ended.")
+    deadline_at: float = Field(description="When it will end as expired.")
     priority: int = Field(description="From 0, which comes first, to 9.")
-    queue_position: int | None
-    eta_s: float | None
-    attempts: int
-    cancel_requested: bool
-    text: str | None
-    texts: list[str] | None = None
-    children: list[str] | None = None
-    finish_reason: str | None
+    queue_position: int | None = Field(description="Place from 1 while it waits.")
+    eta_s: float | None = Field(description="Seconds until it is done; null where nobody can tell.")
+    attempts: int = Field(description="Workers that took it up.")
+    cancel_requested: bool = Field(description="Its worker was told to stop.")
+    text: str | None = Field(description="The completion as far as it has come; null of a group.")
+    texts: list[str] | None = Field(None, description="Of a group: one for each child.")
+    children: list[str] | None = Field(None, description="Of a group: ids of its jobs.")
+    finish_reason: str | None = Field(description="stop, length, error, cancelled or expired; null until the end.")
     usage: Usage
-    error: ErrorDetail | None
-    metadata: dict[str, Any] | None
-    group: str | None
-    webhook: WebhookView | None
+    error: ErrorDetail | None = Field(description="Why it failed or expired.")
+    metadata: dict[str, Any] | None = Field(description="As it was given.")
+    group: str | None = Field(description="Of a child: id of its group.")
+    webhook: WebhookView | None = Field(description="Delivery log of its webhook.")
     urls: JobUrls
     durable: bool | None = Field(None, description="With CARPOOL_ACK_AFTER_FSYNC: whether the record is on disk.")
     events: list[JobEvent] | None = Field(None, description="With `include=events`: what happened to it, in order.")
@@ -249,17 +258,17 @@ class JobPage(BaseModel):
 class Health(BaseModel):
     """How this server or what it needs is."""
 
-    status: str
+    status: str = Field(description="live, or accepting.")
 
 
 class ModelState(BaseModel):
     """A model with its workers and its queue."""
 
-    model: str
+    model: str = Field(description="Name that it is served under.")
     state: Literal["ready", "loading", "draining", "no worker"]
-    workers: int
-    slots: int
-    free: int
+    workers: int = Field(description="That live.")
+    slots: int = Field(description="Of workers that are not draining.")
+    free: int = Field(description="Of workers that are ready.")
     waiting: int = Field(description="Jobs that wait for a slot.")
 
 

@@ -41,22 +41,61 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_tokens: StrictInt | None = Field(None, ge=1, le=2**31 - 1)
-    temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
-    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
-    top_k: StrictInt = Field(0, ge=-1, description="0 or -1: no limit")
-    min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
-    stop: list[str] = Field(default_factory=list)
-    seed: StrictInt | None = Field(None, ge=-(2**63), le=2**64 - 1)
-    repetition_penalty: float = Field(1.0, gt=0, le=10, allow_inf_nan=False)
-    presence_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
-    logit_bias: dict[str, float] = Field(default_factory=dict)
-    logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS, description="alternatives per token; null: none")
-    response_format: Annotated[dict[str, Any] | None, AfterValidator(check_response_format)] = None
-    tools: Annotated[list[dict[str, Any]] | None, AfterValidator(check_tools)] = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: StrictBool | None = None
+    max_tokens: StrictInt | None = Field(
+        None,
+        ge=1,
+        le=2**31 - 1,
+        description="New tokens at most. Not given: the endpoint's default, clamped to what the context leaves. "
+        "One that does not fit beside the prompt is refused.",
+    )
+    temperature: float = Field(
+        1.0, ge=0, le=2, allow_inf_nan=False, description="Divides the logits; 0 takes the likeliest token."
+    )
+    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False, description="The likeliest tokens up to this mass.")
+    top_k: StrictInt = Field(0, ge=-1, description="How many of the likeliest tokens; 0 or -1: all.")
+    min_p: float = Field(
+        0.0, ge=0, le=1, allow_inf_nan=False, description="Tokens at least this part as likely as the likeliest."
+    )
+    stop: list[str] = Field(
+        default_factory=list,
+        description="A text, or up to 4 of at most 256 characters each, that end the answer and are no part of it.",
+    )
+    seed: StrictInt | None = Field(
+        None, ge=-(2**63), le=2**64 - 1, description="Seed of the draws; one is drawn, and shown, where none is given."
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=10, allow_inf_nan=False, description="Above 1: tokens of prompt and output become less likely."
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, allow_inf_nan=False, description="Taken once from the logits of tokens that the output has."
+    )
+    frequency_penalty: float = Field(
+        0.0,
+        ge=-2,
+        le=2,
+        allow_inf_nan=False,
+        description="Taken from a token's logit for each time that the output has it.",
+    )
+    logit_bias: dict[str, float] = Field(
+        default_factory=dict, description="Token ids, as texts, and what is added to their logits: from -100 to 100."
+    )
+    logprobs: StrictInt | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Alternatives of each token whose logprobs are told; null: no logprobs.",
+    )
+    response_format: Annotated[dict[str, Any] | None, AfterValidator(check_response_format)] = Field(
+        None,
+        description="Of type `text`, `json_object`, or `json_schema` with a schema: the text cannot leave the form.",
+    )
+    tools: Annotated[list[dict[str, Any]] | None, AfterValidator(check_tools)] = Field(
+        None, description="OpenAI's function tools, at most 128; with `messages` alone."
+    )
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="`auto`, `none`, `required`, or one function by its name."
+    )
+    parallel_tool_calls: StrictBool | None = Field(None, description="False: one call at most.")
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -119,11 +158,21 @@ Prompt = Annotated[str, Field(min_length=1)]
 class JobOptions(SamplingParams):
     """What every request that makes jobs may say, beside what is to be generated."""
 
-    model: str | None = Field(None, min_length=1, max_length=256)
-    deadline_s: float | None = Field(None, gt=0, le=7 * 86400, allow_inf_nan=False)
-    metadata: dict[str, Any] | None = None
-    user: str | None = Field(None, max_length=256)
-    priority: Priority | None = Field(None, description="high, normal, low, or from 0 (first) to 9; null: normal")
+    model: str | None = Field(
+        None, min_length=1, max_length=256, description="Name or alias of a served model; not given: the default one."
+    )
+    deadline_s: float | None = Field(
+        None,
+        gt=0,
+        le=7 * 86400,
+        allow_inf_nan=False,
+        description="Seconds from now on after which the job ends as expired; not given: CARPOOL_DEADLINE_S.",
+    )
+    metadata: dict[str, Any] | None = Field(None, description="Yours: kept with the job, and shown; at most 16 KiB.")
+    user: str | None = Field(None, max_length=256, description="Recorded without effect.")
+    priority: Priority | None = Field(
+        None, description="high, normal, low, or a number from 0 (first) to 9; null: normal."
+    )
 
     @field_validator("metadata")
     @classmethod
@@ -141,8 +190,10 @@ class JobOptions(SamplingParams):
 class JobRequest(JobOptions):
     """The body of `POST /jobs`, and the keyword arguments of a task sent with plain Celery."""
 
-    prompt: Prompt | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    prompt: Prompt | None = Field(None, description="A text to go on with; or give `messages`.")
+    messages: list[Message] | None = Field(
+        None, min_length=1, description="A conversation to go on with, put into the model's chat template."
+    )
 
     @model_validator(mode="after")
     def _either_prompt_or_messages(self) -> Self:

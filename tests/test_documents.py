@@ -34,6 +34,29 @@ def test_every_file_named_in_a_document_exists() -> None:
             assert (ROOT / path).exists(), f"{name} names {path}"
 
 
+def _anchors(text: str) -> set[str]:
+    """What links may name of a document: its headings, as GitHub writes them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M):
+        name = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = "".join("-" if char == " " else char for char in name if char.isalnum() or char in " -_")
+        number = sum(1 for other in found if other == anchor or re.fullmatch(rf"{re.escape(anchor)}-\d+", other))
+        found.add(f"{anchor}-{number}" if number else anchor)
+    return found
+
+
+def test_every_link_of_a_document_leads_somewhere() -> None:
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+            if re.match(r"[a-z]+:", target):
+                continue
+            file, _, anchor = target.partition("#")
+            linked = (path.parent / file).resolve() if file else path
+            assert linked.exists(), f"{path.name} links to {target}"
+            if anchor:
+                assert anchor in _anchors(linked.read_text()), f"{path.name} links to {target}"
+
+
 def test_every_error_code_is_in_the_api_page() -> None:
     text = documents()["api.md"]
     for code in CODES.values():

@@ -27,11 +27,17 @@ class CreateBatch(PlainJson):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    input_file_id: str = Field(min_length=1, max_length=128)
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = Field(None, max_length=16)
-    output_expires_after: OutputExpiry | None = None
+    input_file_id: str = Field(
+        min_length=1, max_length=128, description="Id of an uploaded file; each line is a request."
+    )
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"] = Field(
+        description="What the `url` of every line is."
+    )
+    completion_window: Literal["24h"] = Field(description="Then it ends as expired.")
+    metadata: dict[str, str] | None = Field(None, max_length=16, description="Yours: kept with the batch.")
+    output_expires_after: OutputExpiry | None = Field(
+        None, description="How long its files are kept; not given: CARPOOL_FILE_RETENTION_S."
+    )
 
     @model_validator(mode="before")
     @classmethod

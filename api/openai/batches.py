@@ -15,6 +15,7 @@ from api.batches.runner import batches_of
 from api.caller import caller_of
 from api.events import as_json
 from api.generation import idempotency_of
+from api.header_docs import IDEMPOTENCY_KEY
 from api.openai.answers import ERRORS, BatchList, BatchObject
 from api.openai.batch_requests import CreateBatch
 from api.openai.files import page
@@ -30,7 +31,7 @@ _TIMES: Final = ("in_progress", "finalizing", "completed", "failed", "expired", 
 router = APIRouter(prefix=PATH, tags=["openai"], responses=ERRORS)
 
 
-@router.post("", response_model=BatchObject)
+@router.post("", response_model=BatchObject, openapi_extra=IDEMPOTENCY_KEY)
 async def create_batch(body: CreateBatch, request: Request) -> Response:
     """Have the requests of a file answered within a day, at low priority, into files that can be read meanwhile."""
     service, runner, caller = service_of(request), batches_of(request), caller_of(request)
@@ -65,7 +66,7 @@ async def create_batch(body: CreateBatch, request: Request) -> Response:
 @router.get("", response_model=BatchList)
 async def list_batches(
     request: Request,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    limit: Annotated[int, Query(ge=1, le=100, description="Most batches of a page.")] = 20,
     after: Annotated[str, Query(max_length=128, description="Id of the last batch that you have.")] = "",
 ) -> Response:
     """List batches, the newest first."""

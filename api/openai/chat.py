@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from api.caller import Caller, caller_of
 from api.generation import idempotency_of
+from api.header_docs import IDEMPOTENCY_KEY
 from api.intake import Draft, Idempotency
 from api.logprobs import chat_logprobs
 from api.openai.answers import ERRORS, EVENTS, ChatCompletion
@@ -26,7 +27,7 @@ PREFIX: Final = "chatcmpl-"
 router = APIRouter(tags=["openai"], responses=ERRORS)
 
 
-@router.post(PATH, response_model=ChatCompletion, responses={200: {"content": EVENTS}})
+@router.post(PATH, response_model=ChatCompletion, responses={200: {"content": EVENTS}}, openapi_extra=IDEMPOTENCY_KEY)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Go on with a conversation: as many tokens as the context and CARPOOL_MAX_TOKENS leave, at temperature 1.
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from api.caller import Caller, caller_of
 from api.generation import idempotency_of
+from api.header_docs import IDEMPOTENCY_KEY
 from api.intake import Draft, Idempotency
 from api.logprobs import LegacyLogprobs
 from api.openai.answers import ERRORS, EVENTS, Completion
@@ -25,7 +26,7 @@ PREFIX: Final = "cmpl-"
 router = APIRouter(tags=["openai"], responses=ERRORS)
 
 
-@router.post(PATH, response_model=Completion, responses={200: {"content": EVENTS}})
+@router.post(PATH, response_model=Completion, responses={200: {"content": EVENTS}}, openapi_extra=IDEMPOTENCY_KEY)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Complete a prompt, or several: 16 tokens at temperature 1, unless you say otherwise.
 

@@ -13,6 +13,7 @@ from api.batches.file_store import StoredFile
 from api.batches.runner import batches_of
 from api.caller import caller_of
 from api.errors import root_path
+from api.header_docs import IDEMPOTENCY_KEY
 from api.intake import Idempotency
 from api.openai.answers import ERRORS, DeletedFile, FileList, FileObject
 from api.openai.batch_requests import MAX_EXPIRY_S, MIN_EXPIRY_S
@@ -34,10 +35,15 @@ _FORM: Final[dict[str, Any]] = {
                     "type": "object",
                     "required": ["purpose", "file"],
                     "properties": {
-                        "purpose": {"type": "string", "enum": ["batch"]},
-                        "file": {"type": "string", "format": "binary"},
-                        _ANCHOR: {"type": "string", "enum": ["created_at"]},
-                        _SECONDS: {"type": "integer", "minimum": MIN_EXPIRY_S, "maximum": MAX_EXPIRY_S},
+                        "purpose": {"type": "string", "enum": ["batch"], "description": "What it is for."},
+                        "file": {"type": "string", "format": "binary", "description": "A JSON object a line."},
+                        _ANCHOR: {"type": "string", "enum": ["created_at"], "description": "With the seconds."},
+                        _SECONDS: {
+                            "type": "integer",
+                            "minimum": MIN_EXPIRY_S,
+                            "maximum": MAX_EXPIRY_S,
+                            "description": "How long it is kept; not given: CARPOOL_FILE_RETENTION_S.",
+                        },
                     },
                 }
             }
@@ -48,7 +54,7 @@ _FORM: Final[dict[str, Any]] = {
 router = APIRouter(prefix=PATH, tags=["openai"], responses=ERRORS)
 
 
-@router.post("", response_model=FileObject, openapi_extra=_FORM)
+@router.post("", response_model=FileObject, openapi_extra={**_FORM, **IDEMPOTENCY_KEY})
 async def upload_file(request: Request) -> Response:
     """Upload a file of requests for a batch. It is read as it comes, and kept in Redis."""
     service, store, caller = service_of(request), batches_of(request).store, caller_of(request)
@@ -74,8 +80,8 @@ async def upload_file(request: Request) -> Response:
 async def list_files(
     request: Request,
     purpose: Annotated[str, Query(max_length=64, description="Files of this purpose alone.")] = "",
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
-    order: Literal["asc", "desc"] = "desc",
+    limit: Annotated[int, Query(ge=1, le=10_000, description="Most files of a page.")] = 10_000,
+    order: Annotated[Literal["asc", "desc"], Query(description="By time of creation.")] = "desc",
     after: Annotated[str, Query(max_length=128, description="Id of the last file that you have.")] = "",
 ) -> Response:
     """List files by time, the newest first unless you say otherwise."""

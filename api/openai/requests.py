@@ -35,9 +35,9 @@ class StreamOptions(BaseModel):
 class OpenAIRequest(PlainJson, JobOptions):
     """What the endpoints have in common. Beyond OpenAI's there are Carpool's: top_k, min_p, deadline_s and so on."""
 
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, str] | None = Field(None, description="Yours: kept with the job, and shown; at most 16 KiB.")
     store: bool | None = Field(None, description="Recorded without effect: every job is kept for its retention.")
-    stream: bool = False
+    stream: bool = Field(False, description="Answer with events, as the tokens come.")
 
     @model_validator(mode="before")
     @classmethod
@@ -54,7 +54,7 @@ class ManyChoices(OpenAIRequest):
     """What those have in common that answer with choices."""
 
     n: Choices = 1
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions | None = Field(None, description="With `stream` alone.")
 
     @field_validator("stream_options")
     @classmethod
@@ -73,7 +73,7 @@ class CompletionRequest(ManyChoices):
 
     model_config = hides("tools", "tool_choice", "parallel_tool_calls")
 
-    prompt: Prompt | list[Prompt] = Field(examples=["Hello, I am"])
+    prompt: Prompt | list[Prompt] = Field(description="A text, or several.", examples=["Hello, I am"])
     best_of: StrictInt | None = Field(None, description="Not supported, but for the values that change nothing.")
     echo: bool = Field(False, description="Put the prompt before its completion.")
 
@@ -111,10 +111,19 @@ class CompletionRequest(ManyChoices):
 class ChatRequest(ManyChoices):
     """A conversation to go on with."""
 
-    messages: list[Message] = Field(min_length=1, examples=[[{"role": "user", "content": "Tell me of the sea."}]])
-    max_completion_tokens: StrictInt | None = Field(None, ge=1, le=2**31 - 1)
-    logprobs: bool = False  # their number stands in top_logprobs here
-    top_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    messages: list[Message] = Field(
+        min_length=1,
+        description="The turns so far, put into the model's chat template.",
+        examples=[[{"role": "user", "content": "Tell me of the sea."}]],
+    )
+    max_completion_tokens: StrictInt | None = Field(
+        None, ge=1, le=2**31 - 1, description="OpenAI's newer name of `max_tokens`."
+    )
+    # their number stands in top_logprobs here
+    logprobs: bool = Field(False, description="Tell the logprob of each token.")
+    top_logprobs: StrictInt | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Alternatives of each token; with `logprobs` alone."
+    )
 
     @field_validator("messages", mode="before")
     @classmethod

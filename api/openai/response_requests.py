@@ -106,16 +106,20 @@ class ResponseRequest(OpenAIRequest):
 
     model_config = hides("max_tokens", "response_format", "logprobs")
 
-    input: Prompt | list[InputItem] = Field(examples=["Tell me of the sea."])
+    input: Prompt | list[InputItem] = Field(
+        description="A text, or the turns so far.", examples=["Tell me of the sea."]
+    )
     instructions: str | None = Field(None, description="A system message for this answer alone.")
-    max_output_tokens: StrictInt | None = Field(None, ge=1, le=2**31 - 1)
+    max_output_tokens: StrictInt | None = Field(
+        None, ge=1, le=2**31 - 1, description="New tokens at most; not given: what the context leaves."
+    )
     previous_response_id: str | None = Field(None, max_length=128, description="The turn that this one follows.")
     background: bool = Field(False, description="Answer at once, and generate meanwhile.")
     webhook_url: WebhookUrl | None = None
-    text: ResponseText | None = None
-    truncation: Literal["disabled"] = "disabled"
-    include: list[str] = Field([], max_length=0)
-    stream_options: ResponseStreamOptions | None = None
+    text: ResponseText | None = Field(None, description="The form of the answer.")
+    truncation: Literal["disabled"] = Field("disabled", description="A prompt is never cut.")
+    include: list[str] = Field([], max_length=0, description="Nothing more can be asked for.")
+    stream_options: ResponseStreamOptions | None = Field(None, description="With `stream` alone.")
 
     _other_names = field_validator("max_tokens", "response_format", "logprobs", mode="before")(refuse)
 

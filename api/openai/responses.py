@@ -12,6 +12,7 @@ from api.caller import Caller, caller_of
 from api.errors import job_headers, naming_job, root_path
 from api.events import Cursor
 from api.generation import idempotency_of, run
+from api.header_docs import IDEMPOTENCY_KEY
 from api.intake import Draft, Idempotency
 from api.openai.answers import ERRORS, EVENTS, DeletedResponse, ResponseObject
 from api.openai.errors import naming
@@ -29,7 +30,7 @@ _CANCEL_WAIT_S: Final = 5.0
 router = APIRouter(prefix=PATH, tags=["openai"], responses=ERRORS)
 
 
-@router.post("", response_model=ResponseObject, responses={200: {"content": EVENTS}})
+@router.post("", response_model=ResponseObject, responses={200: {"content": EVENTS}}, openapi_extra=IDEMPOTENCY_KEY)
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     """Answer a conversation: as many tokens as the context and CARPOOL_MAX_TOKENS leave, at temperature 1.
 
