@@ -99,6 +99,9 @@ def _totals(models: Sequence[PoolNumbers]) -> Iterator[Metric]:
     prompt = CounterMetricFamily(
         "carpool_prompt_tokens", "Tokens of prompts of jobs that have ended.", labels=["model"]
     )
+    cached = CounterMetricFamily(
+        "carpool_prefix_cache_hits", "Tokens of those prompts that needed no prefill.", labels=["model"]
+    )
     generated = CounterMetricFamily("carpool_generation_tokens", "Tokens in the logs of all jobs.", labels=["model"])
     success = CounterMetricFamily(
         "carpool_request_success", "Jobs that succeeded, by reason.", labels=["model", "finished_reason"]
@@ -109,6 +112,7 @@ def _totals(models: Sequence[PoolNumbers]) -> Iterator[Metric]:
     )
     for one in models:
         prompt.add_metric([one.pool], one.counted.get("prompt", 0))
+        cached.add_metric([one.pool], one.counted.get("cached", 0))
         generated.add_metric([one.pool], one.generated)
         for family, known, may_be, found in (
             (success, _FINISHED, frozenset(_FINISHED), _under(one.counted, "ended:succeeded:")),
@@ -120,7 +124,7 @@ def _totals(models: Sequence[PoolNumbers]) -> Iterator[Metric]:
                 sums[label if label in may_be else OTHER] += number
             for label, number in sorted(sums.items()):
                 family.add_metric([one.pool, label], number)
-    yield from (prompt, generated, success, failure, recoveries)
+    yield from (prompt, cached, generated, success, failure, recoveries)
 
 
 def _under(counted: Mapping[str, int], prefix: str) -> Iterator[tuple[str, int]]:

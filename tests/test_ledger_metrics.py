@@ -39,11 +39,11 @@ def counted_once(ledger: LedgerOnAClock) -> None:
     ledger.advance(2)
     first = ledger.claim()
     ledger.advance(3)
-    ledger.step(write(first, 1, 2, board=True))
+    ledger.step(write(first, 1, 2, board=True, prompt_tokens=5, cached_tokens=3))
     ledger.step(write(first, 1, 2))
     ledger.let_lease_run_out(first)
     second = ledger.claim(worker="w2")
-    ledger.step(write(second, 3, 1, prompt_tokens=5))
+    ledger.step(write(second, 3, 1, prompt_tokens=5, cached_tokens=4))
     for _ in range(2):
         ledger.finish(second)
     found = now(ledger)
@@ -58,6 +58,7 @@ def counted_once(ledger: LedgerOnAClock) -> None:
         "recovered:worker_lost": 1,
         "ended:succeeded:stop": 1,
         "prompt": 5,
+        "cached": 3,
     }
     assert (found.running, found.waiting, found.generated) == (0, 0, 3)
 

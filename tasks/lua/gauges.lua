@@ -53,7 +53,7 @@ local function numbers_of(pool)
   local load = redis.call('HMGET', P .. 'load:' .. pool, 'jobs', 'tokens')
   local waiting = redis.call('ZCARD', wait_key(pool)) + (lost[pool] or 0)
   -- a job at the end of the queue that makes no token: what is left is the wait
-  local eta = Q.eta_ms(pool, waiting + 1, 'd', 0)
+  local eta = Q.eta_ms(pool, 'd', 0, 0, waiting + 1)
   found.running = all_seen and (riding[pool] or 0) or found.used
   found.waiting = waiting
   found.invited = redis.call('ZCARD', inv_key(pool))

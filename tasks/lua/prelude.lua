@@ -393,7 +393,7 @@ local function terminal(id, status, finish_reason, error, tail)
   if status == 'succeeded' then Q.measure(j.pool, j) end
   local how = status == 'succeeded' and finish_reason or reason.code
   note('e ' .. status .. ' ' .. (how and string.match(how, '^[%w_]+$') or 'other') .. ' ' .. since_accepted(j.created_at, j.priority)
-    .. (j.prompt_tokens == '' and '0' or j.prompt_tokens) .. ' ' .. j.k .. ' ' .. j.pool)
+    .. (j.prompt_tokens == '' and '0' or j.prompt_tokens) .. ' ' .. (j.cached_tokens == '' and '0' or j.cached_tokens) .. ' ' .. j.k .. ' ' .. j.pool)
   publish(id, data)
   -- the children of a group stay until the group has ended, so that its texts are whole, and a line of a batch until its
   -- answer is in the batch's output

@@ -50,9 +50,11 @@ function KINDS.r(rest)
 end
 -- It has ended.
 function KINDS.e(rest)
-  local status, how, priority, ms, prompt, generated, pool = string.match(rest, '^(%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (.*)$')
+  local status, how, priority, ms, prompt, cached, generated, pool = string.match(rest,
+    '^(%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
   add(pool, 'ended:' .. status .. ':' .. how, 1)
   add(pool, 'prompt', tonumber(prompt))
+  if cached ~= '0' then add(pool, 'cached', tonumber(cached)) end
   if status ~= 'succeeded' then return end
   observe(pool, 'whole', class_of(priority), tonumber(ms))
   observe(pool, 'prompt_length', 'all', tonumber(prompt))
