@@ -71,7 +71,7 @@ def over_limit(over: OverLimit) -> CarpoolError:
     retry_after_s = _RETRY_NEVER_S if never else max(1, -(-over.wait_ms // 1000))
     if over.what == "jobs":
         message = f"this API key may have {over.limit} jobs at once: {over.used} have not ended, and this asks for "
-        advice = "Ask for fewer in one request" if never else "Wait for one to end, or cancel it"
+        advice = "Ask for fewer in one request" if never else f"Try again in {retry_after_s} s, or cancel one"
         return CarpoolError(
             "too_many_jobs", f"{message}{over.asked}. {advice}", retry_after_s=retry_after_s, is_final=never
         )

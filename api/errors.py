@@ -22,7 +22,7 @@ from api.openai.errors import is_openai, retry_header, status_of
 from api.openai.requests import ChatRequest, CompletionRequest
 from api.openai.response_requests import ResponseRequest
 from tasks.codes import CODES, CarpoolError
-from tasks.redis_clients import is_full
+from tasks.redis_clients import is_full, is_pool_used_up
 
 _log = structlog.get_logger("carpool.api")
 _SHOWN = 80
@@ -102,6 +102,13 @@ def of_redis(error: RedisError) -> CarpoolError:
             "redis_full",
             "Redis has used up its memory, so no new job is taken; those that run will end. Wait for jobs to expire "
             "(CARPOOL_RETENTION_S), delete some with DELETE /jobs/{id}, or raise maxmemory",
+            retry_after_s=5,
+        )
+    if is_pool_used_up(error):
+        return CarpoolError(
+            "server_busy",
+            "this server has so many requests at hand that this one's turn to ask Redis did not come in time. Try "
+            "again, or start further API processes",
             retry_after_s=5,
         )
     if isinstance(error, ConnectionError | TimeoutError):

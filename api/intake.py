@@ -33,6 +33,7 @@ from tasks.keeper import Keeper
 from tasks.ledger import AsyncLedger, script_text
 from tasks.ledger_types import Acceptance, Accepted, Job
 from tasks.priority import NORMAL
+from tasks.redis_clients import is_pool_used_up
 from tasks.registry import ModelInfo
 from tasks.reports import Reports
 from tasks.settings import Settings
@@ -315,6 +316,8 @@ class Intake:
                 return await self._record_on_disk(acceptance)
             return await self._ledger.run(self._ledger.calls.accept(acceptance, invite=True)), None
         except (ConnectionError, TimeoutError) as error:
+            if is_pool_used_up(error):
+                raise  # nothing was sent
             raise CarpoolError(
                 "redis_unavailable",
                 f"Redis did not answer ({error}), so it is not known whether job {acceptance.id} was accepted: "

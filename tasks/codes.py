@@ -63,6 +63,7 @@ CODES: Final[dict[str, Code]] = {
         Code("no_worker", 503, _SERVER),
         Code("redis_unavailable", 503, _SERVER),
         Code("redis_full", 503, _SERVER),
+        Code("server_busy", 503, _SERVER),
         Code("too_many_streams", 503, _SERVER),
         Code("queue_full", 503, _SERVER),
         Code("would_be_late", 503, _SERVER),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -71,6 +72,11 @@ def connect_async(settings: Settings, max_connections: int = 64) -> redis.asynci
         health_check_interval=0,
     )
     return redis.asyncio.Redis.from_pool(pool)
+
+
+def is_pool_used_up(error: RedisError) -> bool:
+    """Whether a call of an async client got no connection of its pool in time: it was not sent. Redis may be well."""
+    return isinstance(error, ConnectionError) and isinstance(error.__cause__, asyncio.TimeoutError)
 
 
 def check_server(client: redis.Redis, url: str) -> None:

@@ -9,8 +9,9 @@ import httpx2
 import pytest
 from redis.exceptions import ConnectionError
 
-from api.errors import naming_job
+from api.errors import naming_job, of_redis
 from tasks.codes import CarpoolError
+from tasks.redis_clients import connect_async
 from tasks.settings import Settings
 from tests.api_server import running_api
 from tests.redis_server import RedisServer
@@ -45,6 +46,19 @@ def test_an_error_of_redis_after_the_acceptance_names_the_job() -> None:
     with pytest.raises(CarpoolError) as caught, naming_job("j"):
         raise ConnectionError("closed")
     assert (caught.value.code.name, caught.value.job_id) == ("redis_unavailable", "j")
+
+
+async def test_a_server_that_is_busy_does_not_say_that_redis_does_not_answer(own_redis: RedisServer) -> None:
+    client = connect_async(Settings(redis_url=own_redis.url, redis_timeout_s=0.05), max_connections=1)
+    async with client.client():  # holds the one connection
+        with pytest.raises(ConnectionError) as unsent:
+            await client.get("x")
+    assert of_redis(unsent.value).code.name == "server_busy"
+    own_redis.kill()
+    with pytest.raises(ConnectionError) as refused:
+        await client.get("x")
+    assert of_redis(refused.value).code.name == "redis_unavailable"
+    await client.aclose()
 
 
 def test_an_error_that_names_a_job_keeps_it_and_one_that_names_none_gets_it() -> None:

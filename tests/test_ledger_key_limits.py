@@ -10,7 +10,7 @@ import redis
 from tasks import keys
 from tasks.ledger_types import Accepted, Allowance, KeyLimits, Spent
 from tasks.settings import Settings
-from tests.ledger_harness import LedgerOnAClock, write
+from tests.ledger_harness import POOL, LedgerOnAClock, write
 
 KEY = "key_0123456789abcdef"
 
@@ -173,6 +173,27 @@ def test_jobs_at_once_are_those_that_have_not_ended_however_they_end(ledger: Led
     assert ledger.status("j") not in ("queued", "running")
     assert live(ledger) == {"k"}
     assert ask(ledger, "l", limits).verdict == "ok"
+
+
+def test_of_jobs_at_once_the_wait_is_until_so_many_have_ended(ledger: LedgerOnAClock) -> None:
+    def wait_ms(n: int) -> int:
+        over = ledger.accept_group("more", n, owner=KEY, limits=limits).over
+        assert over is not None
+        return over.wait_ms
+
+    limits = KeyLimits(jobs_at_once=3)
+    for i, tokens in enumerate((30, 5, 4000)):
+        ask(ledger, f"j{i}", limits, max_tokens=tokens)
+    assert wait_ms(1) == 10_000, "nobody can tell"
+    ledger.client.hset(keys.rate(POOL), mapping={"jobs": 1, "ms": 1000, "square": 0, "tokens": 1})
+    ledger.heartbeat(free=4)
+    assert [wait_ms(n) for n in (1, 2, 3)] == [5000, 30_000, 120_000]
+    rider = ledger.claim("j0")
+    ledger.step(write(rider, 1, 28))
+    assert wait_ms(1) == 2000
+    ledger.step(write(rider, 29, 2))
+    assert wait_ms(1) == 1000
+    assert wait_ms(4) == -1, "never"
 
 
 def test_a_job_that_is_handed_back_or_whose_worker_died_still_counts(ledger: LedgerOnAClock) -> None:

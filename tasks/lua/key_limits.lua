@@ -2,6 +2,9 @@
 -- Requests and tokens are counted second by second, so that the window slides: no minute holds more, wherever it begins.
 -- `minute:<key>` has a field per second, "<requests> <tokens>"; `live:<key>` the jobs that have not ended, until they expire.
 local MINUTE_S = 60
+-- How long until jobs of a key have ended is told by so many of them; it is between these times, and this one where nobody knows.
+local ENDS_LOOKED_AT = 64
+local SHORTEST_WAIT, LONGEST_WAIT, UNKNOWN_WAIT = 1000, 120000, 10000
 
 -- The seconds that still count, the oldest first, and those that do not any more.
 local function minute_of(key)
@@ -62,6 +65,17 @@ local function live_jobs(key)
   return redis.call('ZCARD', live_key(key))
 end
 
+-- Milliseconds until so many of a key's jobs have ended, by their ETAs.
+local function until_ended(key, many)
+  local etas = {}
+  for _, id in ipairs(redis.call('ZRANGE', live_key(key), 0, ENDS_LOOKED_AT - 1)) do
+    local _, eta = outlook_of(id, fields(record_key(id), 'status', 'pool', 'weight', 'k', 'lease'))
+    if eta then etas[#etas + 1] = eta end
+  end
+  table.sort(etas)
+  return math.max(SHORTEST_WAIT, math.min(LONGEST_WAIT, etas[many] or UNKNOWN_WAIT))
+end
+
 -- Count one request of a key, with the tokens of each of its jobs. `limits` is {rpm, tpm, jobs}, 0 for none of them; nil where
 -- nothing is limited. Returns nil and what is left; or why it was refused, then nothing was counted, and what is left.
 local function spend(key, limits, counted, num_jobs)
@@ -78,7 +92,7 @@ local function spend(key, limits, counted, num_jobs)
     local live = live_jobs(key)
     if live + num_jobs > limits.jobs then
       refused = string.format('{"what":"jobs","limit":%s,"used":%s,"asked":%s,"wait":%s}', int(limits.jobs), int(live), int(num_jobs),
-        num_jobs > limits.jobs and '-1' or '1000')
+        num_jobs > limits.jobs and '-1' or int(math.ceil(until_ended(key, live + num_jobs - limits.jobs))))
     end
   end
   if refused then return refused, left() end
