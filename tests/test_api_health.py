@@ -90,6 +90,7 @@ def test_the_documentation_shows_every_endpoint_and_our_own_shape_of_errors(clie
         "/generate",
         "/generate_stream",
         "/generate_vllm",
+        "/service",
         "/jobs",
         "/jobs/{id}",
         "/jobs/{id}/cancel",
