@@ -29,6 +29,8 @@ _MOST_QUEUED: Final = 100
 _FACTORS: Final = (2, 10)
 #: So many jobs a second do the slots at best.
 _RATE: Final = _SLOTS * 1000 / _STEP_MS / _TOKENS
+#: The second where this machine is too busy to look at a request in time.
+_REFUSALS: Final = ("503 queue_full", "503 server_busy")
 _ROLES: Final[tuple[Role, ...]] = ("api", "worker")
 
 
@@ -46,7 +48,11 @@ class _Load:
     @property
     def dishonest(self) -> int:
         """Answers that are neither an acceptance nor a refusal with its reason."""
-        return sum(count for answer, count in self.answers.items() if answer not in ("202", "503 queue_full"))
+        return sum(count for answer, count in self.answers.items() if answer not in ("202", *_REFUSALS))
+
+    @property
+    def refused(self) -> int:
+        return sum(self.answers[answer] for answer in _REFUSALS)
 
 
 def measure(options: Options) -> Findings:
@@ -73,7 +79,7 @@ def measure(options: Options) -> Findings:
             Figure(f"answers other than 202 and an honest 503 {name}", float(load.dishonest), "answers", at_most(0)),
             Figure(f"accepted jobs that did not end well {name}", float(load.lost), "jobs", at_most(0)),
             Figure(f"accepted {name}", float(load.answers["202"]), "jobs"),
-            Figure(f"refused {name}", float(load.answers["503 queue_full"]), "answers"),
+            Figure(f"refused {name}", float(load.refused), "answers"),
             Figure(f"95 % of the answers {name}", 1000 * percentile(load.took, 95), "ms"),
         ]
         figures += [
