@@ -18,6 +18,7 @@ ANY: Final = (
     "head_too_large",
     "internal_error",
     "redis_unavailable",
+    "server_busy",
 )
 #: A request with a JSON body.
 BODY: Final = (

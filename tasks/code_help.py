@@ -121,6 +121,10 @@ HELP: Final[dict[str, Help]] = {
     "too_many_streams": Help(
         "More than `CARPOOL_MAX_STREAMS` on this process.", "Poll, or ask another replica; then again."
     ),
+    "server_busy": Help(
+        "This API process has more requests at hand than it gets done.",
+        "Send it again after `Retry-After`; the operator starts further API processes.",
+    ),
     "queue_full": Help("More jobs or tokens wait than may.", _ASK_AGAIN),
     "would_be_late": Help(
         "By its ETA the job would miss its deadline, and `CARPOOL_REFUSE_LATE` is set.",
