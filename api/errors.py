@@ -11,7 +11,7 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
-from redis.exceptions import ConnectionError, MasterDownError, ReadOnlyError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -22,12 +22,10 @@ from api.openai.errors import is_openai, retry_header, status_of
 from api.openai.requests import ChatRequest, CompletionRequest
 from api.openai.response_requests import ResponseRequest
 from tasks.codes import CODES, CarpoolError
-from tasks.redis_clients import is_full, is_pool_used_up
+from tasks.redis_clients import is_full, is_pool_used_up, takes_no_writes
 
 _log = structlog.get_logger("carpool.api")
 _SHOWN = 80
-#: A server that answers so can't take writes now: it lost its primary, its disk is full, or a script holds it up.
-_NOT_NOW = ("MISCONF", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN", "BUSY")
 
 
 class ClientLeft(Exception):
@@ -113,7 +111,7 @@ def of_redis(error: RedisError) -> CarpoolError:
         )
     if isinstance(error, ConnectionError | TimeoutError):
         return CarpoolError("redis_unavailable", f"Redis does not answer ({error}). Try again", retry_after_s=1)
-    if isinstance(error, ReadOnlyError | MasterDownError) or str(error).startswith(_NOT_NOW):
+    if takes_no_writes(error):
         return CarpoolError("redis_unavailable", f"Redis takes no writes now ({error}). Try again", retry_after_s=1)
     return CarpoolError("internal_error", "Redis refused a call of this server; its log says more")
 

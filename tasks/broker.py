@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import redis
 import structlog
 from kombu.transport import redis as kombu_redis
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import ConnectionError, OutOfMemoryError, ResponseError
+
+from tasks.redis_clients import takes_no_writes
 
 _log = structlog.get_logger("carpool.broker")
 
 
+class _PatientConnection(redis.Connection):
+    """A connection that is lost where the server takes no writes: Celery waits for one that is lost, and would end the
+    worker, with everything that rides, over an answer that it does not know.
+    """
+
+    def read_response(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().read_response(*arguments, **options)
+        except ResponseError as error:
+            if not takes_no_writes(error):
+                raise
+            self.disconnect()
+            raise ConnectionError(f"the server takes no writes now: {error}") from error
+
+
+class _PatientSslConnection(_PatientConnection, redis.SSLConnection):
+    pass
+
+
 class CarpoolChannel(kombu_redis.Channel):
     """A channel that opens also where memory is used up: else no worker could take the jobs that would make room."""
+
+    connection_class = _PatientConnection
+    connection_class_ssl = _PatientSslConnection
 
     def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
         try:

@@ -11,7 +11,15 @@ import redis.asyncio
 from packaging.version import Version
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ConstantBackoff
-from redis.exceptions import ConnectionError, OutOfMemoryError, RedisError, ResponseError, TimeoutError
+from redis.exceptions import (
+    ConnectionError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
 from redis.retry import Retry as SyncRetry
 
 from tasks import entries, keys
@@ -138,6 +146,17 @@ def is_full(error: RedisError) -> bool:
     """Whether the server refused a write because its memory is used up."""
     return isinstance(error, OutOfMemoryError) or (
         isinstance(error, ResponseError) and str(error).startswith(("OOM", "command not allowed when used memory"))
+    )
+
+
+#: What a server answers that can't take writes now: it lost its primary, its disk is full, or a script holds it up.
+_NOT_NOW = ("MISCONF", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN", "BUSY")
+
+
+def takes_no_writes(error: RedisError) -> bool:
+    """Whether the server refused a write for a reason that will pass, as an outage does."""
+    return isinstance(error, ReadOnlyError | MasterDownError) or (
+        isinstance(error, ResponseError) and str(error).startswith(_NOT_NOW)
     )
 
 

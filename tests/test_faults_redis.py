@@ -157,6 +157,31 @@ def test_a_full_redis_refuses_new_jobs_and_lets_all_that_it_accepted_end(always:
         assert native.get(timeout=30)["text"] == simulated_text("native", 3, 4), "it waits for room, and hinders nobody"
 
 
+def test_a_worker_outlasts_a_server_whose_disk_takes_no_more(always: RedisServer, service: Service) -> None:
+    worker = service.worker()
+    job = service.submit("riding", max_tokens=120)
+    service.wait_for_token(job, 1)
+    with always.client() as redis, running_api(service.settings) as api, api.client() as client:
+        # where its snapshot should go stands a folder: the server answers as one whose disk is full
+        in_the_way = always.folder / "dump.rdb"
+        in_the_way.mkdir()
+        redis.config_set("save", "3600 1")
+        redis.bgsave()
+        eventually("writes are refused", lambda: redis.info("persistence")["rdb_last_bgsave_status"] == "err")
+        refused = client.post("/jobs", json={"prompt": "one more"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "redis_unavailable")
+        log = eventually(
+            "the worker has found it out", lambda: "takes no writes" in (text := worker.log.read_text()) and text
+        )
+        assert not worker.has_ended, log
+        in_the_way.rmdir()
+        redis.config_set("save", "")
+        assert service.wait_for_end(job)["text"] == simulated_text("riding", 7, 120)
+        more = service.submit("one more", max_tokens=5)
+        assert service.wait_for_end(more)["text"] == simulated_text("one more", 7, 5)
+        assert not worker.has_ended, worker.log.read_text()
+
+
 def test_a_worker_starts_on_a_full_redis_and_runs_what_waits(always: RedisServer, service: Service) -> None:
     job = service.submit("waiting", max_tokens=20)
     with always.client() as redis:
