@@ -7,6 +7,7 @@ One connection carries one exchange at a time and is kept alive where the server
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from array import array
@@ -21,6 +22,7 @@ from ops.errors import ExitCode, OperationError
 _MOST_HEAD_BYTES: Final = 65536
 _MOST_BODY_BYTES: Final = 64 * 2**20
 _LONGEST_LINE: Final = 4096
+_CHUNK_SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;|$)")
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
@@ -144,10 +146,10 @@ class Chunked:
                     self.has_ended = True
                     break
                 continue
-            try:
-                self._left = int(line.split(b";", 1)[0], 16)
-            except ValueError as error:
-                raise BadAnswerError(f"a chunk of the size {line[:40]!r}") from error
+            found = _CHUNK_SIZE.match(line)
+            if found is None:
+                raise BadAnswerError(f"a chunk of the size {line[:40]!r}")
+            self._left = int(found[1], 16)
             self._in_trailers = not self._left
         self.rest = raw[at:]
         return parts[0] if len(parts) == 1 else b"".join(parts)

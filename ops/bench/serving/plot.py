@@ -127,7 +127,8 @@ def _throughput(sides: Sequence[Side]) -> Panel:
                     bins[min(count - 1, max(0, int((before + at - round.began) / width)))] += weight
             before += round.ended - round.began
         used = min(count, math.ceil(side.seconds / width - 1e-9))
-        lines.append([((number + 0.5) * width, bins[number] / width) for number in range(used)])
+        points = [((number + 0.5) * width, bins[number] / width) for number in range(used)]
+        lines.append(points if any(bins) else [])
     most = max((rate for line in lines for _, rate in line), default=0.0) or 1.0
     return Panel("New tokens over time", "seconds of measured time", "tokens/s", lines, longest, most * 1.05)
 

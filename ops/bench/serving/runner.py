@@ -143,7 +143,7 @@ class Runner:
             await self._closed_loop(side, requests, round.began + bound_s, round.outcomes)
         else:
             offsets = takewhile(lambda at: at <= bound_s, islice(arrivals(plan, number), count))
-            await self._open_loop(side, list(offsets), round)
+            await self._open_loop(side, list(offsets), round, bound_s)
         round.ended = max((outcome.ended for outcome in round.outcomes), default=time.perf_counter())
 
     async def _closed_loop(
@@ -169,13 +169,19 @@ class Runner:
         await self._until_stopped([client() for _ in range(self._plan.clients)])
         await self._free_slots(side, outcomes)
 
-    async def _open_loop(self, side: Side, offsets: Sequence[float], round: Round) -> None:
+    async def _open_loop(self, side: Side, offsets: Sequence[float], round: Round, bound_s: float) -> None:
         room = asyncio.Semaphore(self._plan.clients)
         round.began = time.perf_counter()
 
         async def call(scheduled: float, request: Request) -> None:
             async with room:
-                self._count(await self._call(side, request, scheduled, round.outcomes))
+                now = time.perf_counter()
+                if now > round.began + bound_s:  # it waited for others until the round was over
+                    outcome = Outcome(request.number, scheduled, now, now, error="not_sent")
+                    round.outcomes.append(outcome)
+                else:
+                    outcome = await self._call(side, request, scheduled, round.outcomes)
+                self._count(outcome)
 
         async def timetable() -> None:
             async with asyncio.TaskGroup() as group:
