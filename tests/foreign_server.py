@@ -92,6 +92,19 @@ def _nonsense() -> Iterator[bytes]:
     yield b'data: {"choices": 7}\n\n'
 
 
+def _deep() -> Iterator[bytes]:
+    yield b"data: " + 100_000 * b"[" + b"\n\n"
+
+
+def _rude() -> Iterator[bytes]:
+    """Words that would move a terminal's cursor, and a number of tokens that is none."""
+    yield b'data: {"error": {"code": "\\u001b[2Jgone", "message": "\\u001b]0;x\\u0007"}}\n\n'
+
+
+def _infinite() -> Iterator[bytes]:
+    yield b'data: {"choices": [], "usage": {"completion_tokens": Infinity}}\n\n'
+
+
 def _silent() -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
@@ -104,6 +117,9 @@ _STREAMS: dict[str, Callable[[], Iterator[bytes]]] = {
     "error": _error,
     "nonsense": _nonsense,
     "silent": _silent,
+    "deep": _deep,
+    "rude": _rude,
+    "infinite": _infinite,
 }
 
 

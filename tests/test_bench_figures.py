@@ -358,7 +358,7 @@ def test_the_tables_say_what_failed_and_that_the_client_was_late() -> None:
     shown = render(
         measurement([answered(0.1, 0.2, is_counted=True), failed("http_500", detail="oh no")], [answered(0.2, 0.4)])
     )
-    assert "one:1: 1 requests, http_500: oh no" in shown
+    assert "one:1: 1 request, http_500: oh no" in shown
     assert "Warning: this client was" not in shown
     assert "counted as one an event" in shown
     slow = measurement([answered(0.1, 0.2)])

@@ -85,7 +85,7 @@ class Head:
         """Raises BadAnswerError."""
         first, *lines = raw.decode("latin-1").split("\r\n")
         version, _, rest = first.partition(" ")
-        if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
+        if not version.startswith("HTTP/1.") or not _is_number(rest[:3]):
             raise BadAnswerError(f"an answer that is no HTTP/1: {first[:80]!r}")
         headers: dict[str, str] = {}
         for line in lines:
@@ -196,7 +196,7 @@ def _body_of(head: Head) -> _Body:
     length = head.headers.get("content-length")
     if length is None:
         return _UntilClose()
-    if not length.isdigit():
+    if not _is_number(length):
         raise BadAnswerError(f"content-length {length[:40]!r}")
     return _Sized(int(length))
 
@@ -371,6 +371,10 @@ class WireConnection(asyncio.Protocol):
             return
         is_whole = error is None and isinstance(self._body, _UntilClose)
         exchange.finish(None if is_whole else error or CutError("the server closed the connection"))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 @cache

@@ -23,6 +23,7 @@ _RESUME_FIRST_S: Final = 0.05
 _RESUME_LONGEST_S: Final = 1.0
 _CANCEL_S: Final = 2.0
 _LONGEST_DETAIL: Final = 200
+_LONGEST_CODE: Final = 60
 _UNFINISHED: Final = "unfinished"
 _REFUSALS: Final = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 #: A stream that is taken up again may meet a service that is not up again.
@@ -152,7 +153,9 @@ class _Call:
         self._settle()
 
     def fail(self, code: str, detail: str) -> None:
-        self._outcome.error, self._outcome.detail = code, detail[:_LONGEST_DETAIL]
+        # a stranger's words end up on a terminal
+        self._outcome.error = _printable(code)[:_LONGEST_CODE]
+        self._outcome.detail = _printable(detail)[:_LONGEST_DETAIL]
 
     def take_tokens(self) -> None:
         """What the reader has counted so far is the outcome's, however the request ended."""
@@ -267,21 +270,25 @@ class _Call:
     def _refused(self, head: Head, exchange: Exchange) -> None:
         self.fail(f"http_{head.status}", _shown(exchange.body))
         retry_after = head.headers.get("retry-after", "")
-        if head.status in _REFUSALS and retry_after.isdigit():
+        if head.status in _REFUSALS and retry_after.isascii() and retry_after.isdigit():
             self._outcome.retry_after_s = float(retry_after)
 
 
 def _job_id(body: bytes) -> str:
     try:
         id = json.loads(body)["id"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadAnswerError(f"202 without a job: {_shown(body)}") from error
     return str(id)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _shown(body: bytes) -> str:
     try:
         error = json.loads(body)["error"]
         return f"{error['code']}: {error['message']}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return body[:_LONGEST_DETAIL].decode(errors="replace")

@@ -38,7 +38,7 @@ class StreamReader:
             return
         try:
             event = json.loads(data)
-        except ValueError:  # of text that is no UTF-8, too
+        except (ValueError, RecursionError):  # text that is no UTF-8, or brackets without an end
             event = None
         if not isinstance(event, dict):
             self.fail("bad_event", f"an event that is no JSON object: {data[:80]!r}")
@@ -48,7 +48,7 @@ class StreamReader:
                 self._take_error(event["error"])
             else:
                 self._take(event, at)
-        except (TypeError, ValueError, KeyError, AttributeError):
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
             # whatever a stranger's server puts where the format has something else
             self.fail("bad_event", f"an event that cannot be understood: {data[:80]!r}")
 

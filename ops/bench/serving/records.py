@@ -38,5 +38,5 @@ async def _read(target: Target, outcomes: Iterator[Outcome]) -> None:
             job = json.loads(body)
             outcome.queue_s = max(0.0, float(job["started_at"]) - float(job["created_at"]))
             outcome.attempts = int(job["attempts"])
-        except (*NETWORK_ERRORS, ValueError, KeyError, TypeError):
+        except (*NETWORK_ERRORS, ValueError, KeyError, TypeError, RecursionError):
             return  # no service of ours any more

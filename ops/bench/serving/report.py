@@ -139,6 +139,8 @@ def _rate_table(measurement: Measurement, every: Sequence[Figures]) -> str:
     names = [side.target.name for side in measurement.sides] if is_pair else ["VALUE"]
     cells = []
     for name, values, unit, has_ratio in rows:
+        if all(value is None for value in values):
+            continue
         shown = ["" if value is None else _shown(value) for value in values]
         shown += [""] * (len(names) - len(shown))
         one, other = values if len(values) > 1 else (None, None)
@@ -158,7 +160,7 @@ def _failures(sides: Sequence[Side]) -> list[str]:
         of_side = f"{side.target.name}: " if len(sides) > 1 else ""
         for code, details in list(seen.items())[:_SHOWN_ERRORS]:
             first = f": {details[0]}" if details[0] else ""
-            lines.append(f"{of_side}{len(details)} requests, {code}{first}")
+            lines.append(f"{of_side}{len(details)} {'request' if len(details) == 1 else 'requests'}, {code}{first}")
     return lines
 
 

@@ -143,5 +143,5 @@ class Target:
                 "Measure another server with --endpoint completions or chat",
             )
         if self.model is None and head.status == 200 and self.endpoint != "jobs":
-            with suppress(ValueError, TypeError, KeyError, IndexError):
+            with suppress(ValueError, TypeError, KeyError, IndexError, RecursionError):
                 self.model = str(json.loads(body)["data"][0]["id"])
