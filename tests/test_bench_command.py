@@ -23,7 +23,7 @@ from ops.bench.serving.workload import Prompt
 from ops.errors import ExitCode, OperationError
 from tests.api_process import ApiProcess
 from tests.foreign_server import TOKENS, ForeignServer, foreign_server, raw_server
-from tests.instance import CARPOOL, carpool, plain_environment, until
+from tests.instance import CARPOOL, Instance, carpool, plain_environment, until
 from tests.redis_proxy import RedisProxy
 from tests.redis_server import RedisServer
 from tests.service import Service
@@ -247,6 +247,14 @@ def test_a_service_with_keys_says_which_variable_it_wants(tmp_path: Path) -> Non
             done = carpool("bench", "--url", api.url, "--requests", "2", settings={"CARPOOL_API_KEY": key})
             assert done.returncode == ExitCode.OK, done.stderr
             assert key not in done.stdout + done.stderr
+
+
+def test_the_instance_of_the_data_dir_is_measured_where_no_url_is_given(tmp_path: Path) -> None:
+    with Instance(tmp_path) as instance:
+        instance.ready()
+        done = instance.run("bench", "--requests", "2", "--max-tokens", "5", "--ignore", "0")
+        assert done.returncode == ExitCode.OK, done.stderr
+        assert f"{instance.api_url()}, jobs: 2 of 2 requests answered" in done.stdout
 
 
 def test_ctrl_c_shows_what_was_measured_and_frees_the_slots(service_url: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ops.bench.http_wire import Address, BadAnswerError, Chunked, Head
 from ops.bench.serving.call import Outcome
 from ops.bench.serving.figures import figures_of, gaps_s, is_good, tpot_s
 from ops.bench.serving.plan import Plan, Slo, Span, parse_duration
-from ops.bench.serving.plot import cdf_points, render_svg, ticks
+from ops.bench.serving.plot import cdf_points, render_svg, throughput, ticks
 from ops.bench.serving.report import Measurement, ratios, render, to_json
 from ops.bench.serving.runner import Round, Side
 from ops.bench.serving.target import Target
@@ -336,6 +336,14 @@ def test_the_plot_is_well_formed_and_has_a_line_for_each_side() -> None:
 def test_nothing_measured_is_drawn_as_nothing() -> None:
     root = ElementTree.fromstring(render_svg(measurement([])))
     assert root.findall("{http://www.w3.org/2000/svg}polyline") == []
+
+
+def test_a_last_bin_is_measured_by_the_time_that_it_covers() -> None:
+    steady = answered(*(0.1 * number for number in range(1, 126)))  # 10 tokens/s for 12.5 s
+    side = measurement([steady]).sides[0]
+    rates = [rate for _, rate in throughput([side]).lines[0]]
+    assert len(rates) == 12
+    assert rates == pytest.approx([10] * 12, abs=1.01)
 
 
 def test_a_distribution_goes_up_in_steps_to_all_of_it() -> None:

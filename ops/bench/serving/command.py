@@ -22,6 +22,9 @@ from ops.display import Display, is_fancy
 from ops.errors import ExitCode, OperationError
 
 _NAME: Final = "bench"
+#: For what the service tells of its jobs; less where somebody waits for the prompt.
+_RECORDS_S: Final = 20.0
+_STOPPED_S: Final = 3.0
 
 
 def run_bench(
@@ -84,7 +87,7 @@ async def _measure(plan: Plan, sides: Sequence[Side]) -> Runner:
         loop.add_signal_handler(signal.SIGINT, on_interrupt)
         await runner.run()
         for side in sides:
-            await read_records(side.target, side.outcomes)
+            await read_records(side.target, side.outcomes, _STOPPED_S if runner.was_stopped else _RECORDS_S)
     finally:
         loop.remove_signal_handler(signal.SIGINT)
         display.forget(_NAME)

@@ -65,7 +65,7 @@ def render_svg(measurement: Measurement) -> str:
             "Time between events with tokens (ITL)",
             [[1000 * gap for one in side.outcomes if one.succeeded for gap in gaps_s(one)] for side in sides],
         ),
-        _throughput(sides),
+        throughput(sides),
     ]
     height = _TOP + _PANEL_HEIGHT * len(panels)
     parts = [
@@ -111,7 +111,7 @@ def _cdf(name: str, samples: Sequence[Sequence[float]]) -> Panel:
     return Panel(name, f"milliseconds{beyond}", "% of all", [cdf_points(one) for one in samples], most, 100.0)
 
 
-def _throughput(sides: Sequence[Side]) -> Panel:
+def throughput(sides: Sequence[Side]) -> Panel:
     """New tokens by second of measured time; the rounds of a side stand one behind the other."""
     longest = max((side.seconds for side in sides), default=0.0) or 1.0
     width = max(longest / _MOST_BINS, min(1.0, longest / _LEAST_BINS))
@@ -120,14 +120,16 @@ def _throughput(sides: Sequence[Side]) -> Panel:
     for side in sides:
         bins = [0.0] * count
         before = 0.0
-        for round in side.rounds:
-            for outcome in round.outcomes:
+        for measured in side.rounds:
+            for outcome in measured.outcomes:
                 weight = outcome.tokens / max(1, len(outcome.arrivals))
                 for at in outcome.arrivals if outcome.succeeded else ():
-                    bins[min(count - 1, max(0, int((before + at - round.began) / width)))] += weight
-            before += round.ended - round.began
-        used = min(count, math.ceil(side.seconds / width - 1e-9))
-        points = [((number + 0.5) * width, bins[number] / width) for number in range(used)]
+                    bins[min(count - 1, max(0, int((before + at - measured.began) / width)))] += weight
+            before += measured.ended - measured.began
+        # a last bin that was measured for less than half of its time says nothing
+        used = min(count, max(1, round(side.seconds / width)))
+        covered = [min(width, side.seconds - number * width) or width for number in range(used)]
+        points = [((number + 0.5) * width, bins[number] / covered[number]) for number in range(used)]
         lines.append(points if any(bins) else [])
     most = max((rate for line in lines for _, rate in line), default=0.0) or 1.0
     return Panel("New tokens over time", "seconds of measured time", "tokens/s", lines, longest, most * 1.05)

@@ -15,15 +15,14 @@ from ops.bench.serving.target import NETWORK_ERRORS, Target
 
 _MOST: Final = 2000
 _AT_ONCE: Final = 4
-_BOUND_S: Final = 20.0
 
 
-async def read_records(target: Target, outcomes: Sequence[Outcome]) -> None:
-    """Fill in `queue_s` and `attempts` of what succeeded, of 2,000 requests at most and for 20 s at most."""
+async def read_records(target: Target, outcomes: Sequence[Outcome], bound_s: float) -> None:
+    """Fill in `queue_s` and `attempts` of what succeeded, of 2,000 requests at most and for `bound_s` at most."""
     known = [outcome for outcome in outcomes if outcome.succeeded and outcome.job_id]
     asked = iter(known[:: max(1, -(-len(known) // _MOST))])
     try:
-        async with asyncio.timeout(_BOUND_S):
+        async with asyncio.timeout(bound_s):
             await asyncio.gather(*(_read(target, asked) for _ in range(_AT_ONCE)))
     except TimeoutError:
         return  # the rest is not known, and the table says of how many it is
