@@ -14,7 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from ops.bench.event_parser import EventParser
-from ops.bench.http_wire import Address, BadAnswerError, Chunked, Head
+from ops.bench.http_body import BadAnswerError, Chunked, Head
+from ops.bench.http_wire import Address
 from ops.bench.serving.call import Outcome
 from ops.bench.serving.figures import figures_of, gaps_s, is_good, tpot_s
 from ops.bench.serving.plan import Plan, Slo, Span, parse_duration

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from ops.bench.event_parser import EventParser
-from ops.bench.http_wire import Address, BadAnswerError, CutError, Exchange, WireConnection
+from ops.bench.http_body import BadAnswerError
+from ops.bench.http_wire import Address, CutError, Exchange, WireConnection
 from ops.errors import OperationError
 
 #: No request of a bench takes as long.

@@ -7,7 +7,6 @@ One connection carries one exchange at a time and is kept alive where the server
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 import time
 from array import array
@@ -17,21 +16,16 @@ from functools import cache
 from typing import Final, Self
 from urllib.parse import urlsplit
 
+from ops.bench.http_body import BadAnswerError, Body, Head, UntilClose, body_of
 from ops.errors import ExitCode, OperationError
 
 _MOST_HEAD_BYTES: Final = 65536
 _MOST_BODY_BYTES: Final = 64 * 2**20
-_LONGEST_LINE: Final = 4096
-_CHUNK_SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;|$)")
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 class CutError(Exception):
     """The connection ended before the answer did."""
-
-
-class BadAnswerError(Exception):
-    """What came is no HTTP, or more than anybody can mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,135 +64,6 @@ class Address:
     def host_header(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _DEFAULT_PORTS["https" if self.is_tls else "http"] else f"{host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Status and headers of an answer; the names in lower case."""
-
-    status: int
-    headers: Mapping[str, str]
-    is_http_1_1: bool = True
-
-    @classmethod
-    def parse(cls, raw: bytes) -> Self:
-        """Raises BadAnswerError."""
-        first, *lines = raw.decode("latin-1").split("\r\n")
-        version, _, rest = first.partition(" ")
-        if not version.startswith("HTTP/1.") or not _is_number(rest[:3]):
-            raise BadAnswerError(f"an answer that is no HTTP/1: {first[:80]!r}")
-        headers: dict[str, str] = {}
-        for line in lines:
-            name, colon, value = line.partition(":")
-            if not colon:
-                raise BadAnswerError(f"a header without a colon: {line[:80]!r}")
-            headers[name.strip().lower()] = value.strip()
-        return cls(int(rest[:3]), headers, version != "HTTP/1.0")
-
-    @property
-    def media_type(self) -> str:
-        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
-
-    @property
-    def keeps_alive(self) -> bool:
-        word = self.headers.get("connection", "").lower()
-        return "close" not in word if self.is_http_1_1 else "keep-alive" in word
-
-
-class Chunked:
-    """Takes the chunked transfer coding off as bytes come (RFC 9112, section 7.1)."""
-
-    def __init__(self) -> None:
-        self.has_ended = False
-        self.rest = b""
-        self._left = 0
-        self._ends_chunk = False
-        self._in_trailers = False
-
-    def feed(self, data: bytes) -> bytes:
-        """What `data` adds to the body. Behind the end, `rest` is what came after it. Raises BadAnswerError."""
-        raw = self.rest + data if self.rest else data
-        at, size, parts = 0, len(raw), []
-        while True:
-            if self._left:
-                piece = raw[at : at + self._left]
-                parts.append(piece)
-                at += len(piece)
-                self._left -= len(piece)
-                if self._left:
-                    break
-                self._ends_chunk = True
-            if self._ends_chunk:
-                if size - at < 2:
-                    break
-                if raw[at : at + 2] != b"\r\n":
-                    raise BadAnswerError("a chunk that is longer than it says")
-                at += 2
-                self._ends_chunk = False
-            line_end = raw.find(b"\r\n", at)
-            if line_end < 0:
-                if size - at > _LONGEST_LINE:
-                    raise BadAnswerError("a chunk's head without an end")
-                break
-            line, at = raw[at:line_end], line_end + 2
-            if self._in_trailers:
-                if not line:
-                    self.has_ended = True
-                    break
-                continue
-            found = _CHUNK_SIZE.match(line)
-            if found is None:
-                raise BadAnswerError(f"a chunk of the size {line[:40]!r}")
-            self._left = int(found[1], 16)
-            self._in_trailers = not self._left
-        self.rest = raw[at:]
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-class _Sized:
-    """A body of `Content-Length` bytes."""
-
-    def __init__(self, length: int) -> None:
-        self._left = length
-        self.rest = b""
-
-    @property
-    def has_ended(self) -> bool:
-        return self._left == 0
-
-    def feed(self, data: bytes) -> bytes:
-        body, self.rest = data[: self._left], data[self._left :]
-        self._left -= len(body)
-        return body
-
-
-class _UntilClose:
-    """A body that ends with the connection."""
-
-    has_ended = False
-    rest = b""
-
-    def feed(self, data: bytes) -> bytes:
-        return data
-
-
-_Body = Chunked | _Sized | _UntilClose
-
-
-def _body_of(head: Head) -> _Body:
-    coding = head.headers.get("transfer-encoding", "").lower()
-    if coding:
-        if coding != "chunked":
-            raise BadAnswerError(f"transfer-encoding {coding[:40]!r}, which was not asked for")
-        return Chunked()
-    if head.status in (204, 304):
-        return _Sized(0)
-    length = head.headers.get("content-length")
-    if length is None:
-        return _UntilClose()
-    if not _is_number(length):
-        raise BadAnswerError(f"content-length {length[:40]!r}")
-    return _Sized(int(length))
 
 
 class Exchange:
@@ -260,7 +125,7 @@ class WireConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._head = b""
-        self._body: _Body | None = None
+        self._body: Body | None = None
         self._keeps_alive = True
         self._size = 0
         self._closed = asyncio.get_running_loop().create_future()
@@ -350,8 +215,8 @@ class WireConnection(asyncio.Protocol):
             self._head = rest
             if head.status // 100 == 1:
                 continue
-            self._body = _body_of(head)
-            self._keeps_alive = head.keeps_alive and not isinstance(self._body, _UntilClose)
+            self._body = body_of(head)
+            self._keeps_alive = head.keeps_alive and not isinstance(self._body, UntilClose)
             exchange.set_head(head)
             return rest
         if len(self._head) > _MOST_HEAD_BYTES:
@@ -369,12 +234,8 @@ class WireConnection(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return
-        is_whole = error is None and isinstance(self._body, _UntilClose)
+        is_whole = error is None and isinstance(self._body, UntilClose)
         exchange.finish(None if is_whole else error or CutError("the server closed the connection"))
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()
 
 
 @cache

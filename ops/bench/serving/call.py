@@ -11,8 +11,9 @@ from http import HTTPStatus
 from typing import Final
 
 from ops.bench.event_parser import EventParser
+from ops.bench.http_body import BadAnswerError, Head
 from ops.bench.http_client import DONE
-from ops.bench.http_wire import BadAnswerError, CutError, Exchange, Head, WireConnection
+from ops.bench.http_wire import CutError, Exchange, WireConnection
 from ops.bench.serving.target import NETWORK_ERRORS, Target
 
 #: So many pieces are understood at a time, then the other streams have their turn.

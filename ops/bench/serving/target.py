@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ops.bench.http_wire import Address, BadAnswerError, CutError, Head, WireConnection
+from ops.bench.http_body import BadAnswerError, Head
+from ops.bench.http_wire import Address, CutError, WireConnection
 from ops.bench.serving.events import JobReader, OpenAIReader, StreamReader
 from ops.bench.serving.plan import Endpoint, Plan
 from ops.bench.serving.workload import Request
