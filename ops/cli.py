@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ops.bench_cli import bench
 from ops.errors import ExitCode, OperationError
 from ops.jobs_cli import DataDirOption, JsonOption, UrlOption, connect_api, jobs_app
 from ops.keys_cli import keys_app
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(keys_app, name="keys")
+app.command()(bench)
 
 Engine = Annotated[str | None, typer.Option(help="transformers, vllm or simulated.")]
 Model = Annotated[str | None, typer.Option(help="Bundled model, hub name, local folder or GGUF file.")]

@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from ops.bench.http_client import dechunked
 from ops.bench.load import jobs_per_s
 from ops.bench.report import Figure, at_least, at_most, percentile, print_report, ratio_of
 
@@ -149,7 +148,3 @@ def test_the_table_says_which_target_was_missed(tmp_path: Path) -> None:
     assert table[1].split() == ["fast", "enough", "1", "x", ">=", "0.9", "yes"]
     assert table[2].split() == ["too", "slow", "16", "ms", "<=", "15", "NO"]
     assert [figure["holds"] for figure in json.loads((tmp_path / "f").read_text())["figures"]] == [True, False]
-
-
-def test_a_chunked_body_is_put_together() -> None:
-    assert dechunked(b"6\r\ndata: \r\n3;name=value\r\n{}\n\r\n0\r\n\r\n") == b"data: {}\n"

@@ -234,7 +234,8 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("stop",), ("generate", "Hello"), ("jobs",), ("jobs", "show", "x"), ("jobs", "cancel", "x")]
+    "arguments",
+    [("stop",), ("generate", "Hello"), ("bench",), ("jobs",), ("jobs", "show", "x"), ("jobs", "cancel", "x")],
 )
 def test_a_command_without_an_instance_says_so(arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = carpool(*arguments, settings={"CARPOOL_DATA_DIR": str(tmp_path)})

@@ -85,7 +85,11 @@ def ratio_of(name: str, ours: Sequence[float], theirs: Sequence[float], target: 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
     """The least sample that so many percent of all do not exceed."""
-    ordered = sorted(samples)
+    return percentile_of(sorted(samples), percent)
+
+
+def percentile_of(ordered: Sequence[float], percent: float) -> float:
+    """The same of samples that are sorted already."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
@@ -119,7 +123,7 @@ def print_report(
             "bench": bench,
             "measured_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
             "quick": quick,
-            "machine": _machine(load_at_start),
+            "machine": machine(load_at_start),
             "setup": dict(setup),
             "figures": [_figure(figure, quick) for figure in figures],
         }
@@ -137,7 +141,8 @@ def _figure(figure: Figure, quick: bool) -> dict[str, Any]:
     }
 
 
-def _machine(load_at_start: float) -> dict[str, Any]:
+def machine(load_at_start: float) -> dict[str, Any]:
+    """What the figures depend on: processor, system, versions."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "processor": _processor(),
