@@ -8,13 +8,14 @@ import redis
 import structlog
 from kombu.transport import redis as kombu_redis
 from redis.exceptions import ConnectionError, OutOfMemoryError, ResponseError
+from redis.sentinel import SentinelManagedConnection
 
 from tasks.redis_clients import takes_no_writes
 
 _log = structlog.get_logger("carpool.broker")
 
 
-class _PatientConnection(redis.Connection):
+class _Patient(redis.connection.AbstractConnection):
     """A connection that is lost where the server takes no writes: Celery waits for one that is lost, and would end the
     worker, with everything that rides, over an answer that it does not know.
     """
@@ -25,19 +26,31 @@ class _PatientConnection(redis.Connection):
         except ResponseError as error:
             if not takes_no_writes(error):
                 raise
-            self.disconnect()
+            self.disconnect()  # type: ignore[no-untyped-call]
             raise ConnectionError(f"the server takes no writes now: {error}") from error
 
 
-class _PatientSslConnection(_PatientConnection, redis.SSLConnection):
+class _Connection(_Patient, redis.Connection):
+    pass
+
+
+class _SslConnection(_Patient, redis.SSLConnection):
+    pass
+
+
+class _SentinelConnection(_Patient, SentinelManagedConnection):
+    pass
+
+
+class _SentinelSslConnection(_Patient, kombu_redis.SentinelManagedSSLConnection):
     pass
 
 
 class CarpoolChannel(kombu_redis.Channel):
     """A channel that opens also where memory is used up: else no worker could take the jobs that would make room."""
 
-    connection_class = _PatientConnection
-    connection_class_ssl = _PatientSslConnection
+    connection_class: Any = _Connection
+    connection_class_ssl: Any = _SslConnection
 
     def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
         try:
@@ -52,7 +65,8 @@ class CarpoolTransport(kombu_redis.Transport):
 
 
 class CarpoolSentinelChannel(CarpoolChannel, kombu_redis.SentinelChannel):
-    pass
+    connection_class: Any = _SentinelConnection
+    connection_class_ssl: Any = _SentinelSslConnection
 
 
 class CarpoolSentinelTransport(kombu_redis.SentinelTransport):

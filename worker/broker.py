@@ -19,7 +19,7 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
 from redis.exceptions import OutOfMemoryError
 
-from tasks.broker import CarpoolChannel
+from tasks.broker import CarpoolChannel, CarpoolSentinelChannel
 from tasks.invitations import INVITATION_HEADER
 
 _log = structlog.get_logger("carpool.broker")
@@ -157,7 +157,7 @@ class GatedTransport(kombu_redis.Transport):
     Channel = GatedChannel
 
 
-class GatedSentinelChannel(ClosingChannel, kombu_redis.SentinelChannel):
+class GatedSentinelChannel(ClosingChannel, CarpoolSentinelChannel):
     QoS = GatedQoS
 
 
