@@ -53,9 +53,8 @@ _PATCHES = {
     ),
     "tasks/job_request.py": (
         (
-            "    max_tokens: StrictInt | None = Field(None, ge=1, le=2**31 - 1)\n",
-            "    max_tokens: StrictInt | None = Field(None, ge=1, le=2**31 - 1)\n"
-            "    warmth: float | None = None\n",
+            "    max_tokens: StrictInt | None = Field(\n",
+            "    warmth: float | None = None\n    max_tokens: StrictInt | None = Field(\n",
         ),
     ),
     "tasks/registry.py": (

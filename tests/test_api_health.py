@@ -123,7 +123,7 @@ def test_a_job_is_as_the_documentation_says(settings: Settings, client: httpx2.C
     documented = set(client.get("/openapi.json").json()["components"]["schemas"]["JobView"]["properties"])
     with ScriptedOwner(settings) as owner:
         id = owner.run([" a"], client.post("/jobs", json={"prompt": "x"}).json()["id"])
-    job = client.get(f"/jobs/{id}").json()
+    job = client.get(f"/jobs/{id}", params={"include": "events"}).json()
     assert set(job) | {"object", "texts", "children", "durable"} == documented | {"object"}
 
 
