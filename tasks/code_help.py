@@ -132,8 +132,8 @@ HELP: Final[dict[str, Help]] = {
         "More than `CARPOOL_MAX_STREAMS` on this process.", "Poll, or ask another replica; then again."
     ),
     "server_busy": Help(
-        "This API process has more requests at hand than it gets done: one waited for 5 × `CARPOOL_REDIS_TIMEOUT_S` for "
-        "its turn to ask Redis.",
+        "This API process has more requests at hand than it gets done: one waited for 5 × `CARPOOL_REDIS_TIMEOUT_S` "
+        "for its turn to ask Redis.",
         "Send it again after `Retry-After`; the operator starts further API processes.",
     ),
     "queue_full": Help(
