@@ -227,5 +227,5 @@ def check_redis(settings: Settings) -> None:
     if clustered:
         raise PreconditionError(
             "CARPOOL_REDIS_URL names a Redis Cluster, for which the broker has no transport",
-            "Name a single server or one behind Sentinel",
+            "Name a single server",
         )

@@ -7,7 +7,6 @@ from typing import Any
 from celery import Celery
 
 from tasks import keys
-from tasks.broker import transport_for
 from tasks.settings import Settings, load_settings
 
 
@@ -15,7 +14,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
     """Celery's configuration for an installation."""
     return {
         "broker_url": settings.redis_url,
-        "broker_transport": transport_for(settings.redis_url),
+        "broker_transport": "tasks.broker:CarpoolTransport",
         "result_backend": settings.redis_url,
         "broker_transport_options": {
             "visibility_timeout": settings.visibility_s,

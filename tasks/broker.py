@@ -8,7 +8,6 @@ import redis
 import structlog
 from kombu.transport import redis as kombu_redis
 from redis.exceptions import ConnectionError, OutOfMemoryError, ResponseError
-from redis.sentinel import SentinelManagedConnection
 
 from tasks.redis_clients import takes_no_writes
 
@@ -38,14 +37,6 @@ class _SslConnection(_Patient, redis.SSLConnection):
     pass
 
 
-class _SentinelConnection(_Patient, SentinelManagedConnection):
-    pass
-
-
-class _SentinelSslConnection(_Patient, kombu_redis.SentinelManagedSSLConnection):
-    pass
-
-
 class CarpoolChannel(kombu_redis.Channel):
     """A channel that opens also where memory is used up: else no worker could take the jobs that would make room."""
 
@@ -61,19 +52,6 @@ class CarpoolChannel(kombu_redis.Channel):
 
 
 class CarpoolTransport(kombu_redis.Transport):
+    """Celery finds it by its name (`celery_config`)."""
+
     Channel = CarpoolChannel
-
-
-class CarpoolSentinelChannel(CarpoolChannel, kombu_redis.SentinelChannel):
-    connection_class: Any = _SentinelConnection
-    connection_class_ssl: Any = _SentinelSslConnection
-
-
-class CarpoolSentinelTransport(kombu_redis.SentinelTransport):
-    Channel = CarpoolSentinelChannel
-
-
-def transport_for(url: str) -> str:
-    """Name of the transport for a broker URL, for Celery's `broker_transport`."""
-    is_sentinel = url.split("://", 1)[0] == "sentinel"
-    return f"tasks.broker:{'CarpoolSentinelTransport' if is_sentinel else 'CarpoolTransport'}"

@@ -31,11 +31,13 @@ HELP: Final[dict[str, Help]] = {
         "What came is not HTTP/1.1; the connection is closed.", "Look at the proxy or client in between."
     ),
     "context_length_exceeded": Help(
-        "Prompt and `max_tokens` do not fit into the model's context; both numbers are given.",
+        "Prompt and `max_tokens` do not fit into the model's context; both numbers are given. Of a chat, what the "
+        "model's template writes is counted.",
         "Shorten the prompt, or ask for fewer tokens.",
     ),
     "chat_template_missing": Help(
-        "Messages for a model that has no chat template.", "Send a `prompt`, or take an instruct model."
+        "Messages for a model that has no chat template; one that refuses them is `invalid_request`.",
+        "Send a `prompt`, or take an instruct model.",
     ),
     "eta_unsupported": Help(
         "A Celery task with eta, countdown, links or a chord.", "Send it when it is to run; chain outside."
@@ -50,7 +52,7 @@ HELP: Final[dict[str, Help]] = {
         "One request with more jobs or tokens than may wait at all.", "Split it, or use `/v1/batches`."
     ),
     "invalid_api_key": Help(
-        "No API key, or one that does not exist, was revoked or has expired.",
+        "No API key, or one that does not exist, was revoked or has expired; in a stream: since it began.",
         "Send `Authorization: Bearer …` with a good one.",
     ),
     "host_not_allowed": Help(
@@ -62,7 +64,8 @@ HELP: Final[dict[str, Help]] = {
     "not_found": Help("No such path.", "`/docs` lists what there is."),
     "job_not_found": Help("No such job; or its retention is over; or it is another key's.", _ADDRESS),
     "model_not_found": Help(
-        "Nobody has ever served a model of that name, or it is none of the key's.",
+        "Nobody has ever served a model of that name, or it is none of the key's; at `/v1/models/{model}` also: nobody "
+        "serves it now.",
         "Take one that the message names, or start a worker for it.",
     ),
     "file_not_found": Help("No such file; or it has expired; or it is another key's.", _ADDRESS),
@@ -96,7 +99,11 @@ HELP: Final[dict[str, Help]] = {
     "too_many_jobs": Help(
         "The key has as many jobs that have not ended as it may.", "Wait for some to end, or cancel them."
     ),
-    "too_many_queued": Help("More jobs or tokens of this key wait than may.", _ASK_AGAIN),
+    "too_many_queued": Help(
+        "More jobs or tokens of this key wait than `CARPOOL_MAX_QUEUED_JOBS_PER_KEY` and "
+        "`CARPOOL_MAX_QUEUED_TOKENS_PER_KEY` allow.",
+        _ASK_AGAIN,
+    ),
     "internal_error": Help(
         "A fault of the server's own.", "Report it with the `x-request-id`; the server's log has it under that."
     ),
@@ -112,7 +119,10 @@ HELP: Final[dict[str, Help]] = {
         "Half done, and no worker serves the model that it was begun with.",
         "Take the text that there is, or submit it anew.",
     ),
-    "no_worker": Help("No worker for this kind of request, or of this model.", "Start one, or ask again later."),
+    "no_worker": Help(
+        "No worker for this kind of request; or none of this model, and `CARPOOL_WITHOUT_WORKER=refuse`.",
+        "Start one, or ask again later.",
+    ),
     "redis_unavailable": Help("Redis does not answer, or takes no writes.", _ASK_AGAIN),
     "redis_full": Help(
         "Redis has no memory left for new jobs; those that run end.",
@@ -122,10 +132,13 @@ HELP: Final[dict[str, Help]] = {
         "More than `CARPOOL_MAX_STREAMS` on this process.", "Poll, or ask another replica; then again."
     ),
     "server_busy": Help(
-        "This API process has more requests at hand than it gets done.",
+        "This API process has more requests at hand than it gets done: one waited for 5 × `CARPOOL_REDIS_TIMEOUT_S` "
+        "for its turn to ask Redis.",
         "Send it again after `Retry-After`; the operator starts further API processes.",
     ),
-    "queue_full": Help("More jobs or tokens wait than may.", _ASK_AGAIN),
+    "queue_full": Help(
+        "More jobs or tokens wait than `CARPOOL_MAX_QUEUED_JOBS` and `CARPOOL_MAX_QUEUED_TOKENS` allow.", _ASK_AGAIN
+    ),
     "would_be_late": Help(
         "By its ETA the job would miss its deadline, and `CARPOOL_REFUSE_LATE` is set.",
         "Give it more time, or ask again later.",

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -218,6 +219,25 @@ class Settings(BaseSettings):
             )
         return self
 
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_is_one_server(cls, value: str) -> str:
+        scheme, separator, _ = value.partition("://")
+        if scheme == "sentinel":
+            raise ValueError(
+                "sentinels cannot be asked for the primary. Name one address that is kept on it: redis://host:6379/0"
+            )
+        if not separator or scheme not in ("redis", "rediss"):
+            cause = f"{scheme + separator!r} is no beginning of it" if separator else "it has no scheme"
+            raise ValueError(f"{cause}. Write it as redis://host:6379/0, or rediss:// with TLS")
+        try:
+            _ = urlsplit(value).port
+        except ValueError:  # whose words may have a part of the password
+            raise ValueError(
+                "its port is no number. Write it as redis://host:6379/0, and a password percent-encoded"
+            ) from None
+        return value
+
     @field_validator("engine_args")
     @classmethod
     def _engine_args_are_pairs(cls, value: str) -> str:
@@ -279,8 +299,8 @@ VALUES_IN_FILES = {"redis_url": "redis_url_file", "api_key": "api_key_file"}
 _NOT_FOR_CHILDREN = frozenset({"api_key", *VALUES_IN_FILES.values()})
 #: Their variables, which the supervisor's children must not inherit either.
 NOT_FOR_CHILDREN = frozenset(f"{PREFIX}{name.upper()}" for name in _NOT_FOR_CHILDREN)
-#: Parts of names of settings whose values stand in no message.
-_HIDDEN = ("SECRET", "PASSWORD")
+#: Parts of names of settings whose values stand in no message: the URL may have a password in it.
+_HIDDEN = ("SECRET", "PASSWORD", "REDIS_URL")
 #: Parts of names that are no settings, and may be misspelt ones of secrets.
 _SECRETIVE = (*_HIDDEN, "KEY", "TOKEN")
 

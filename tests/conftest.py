@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx2
 import pytest
 import redis
 
+from tasks.settings import Settings
 from tests.api_server import ApiServer, running_api
 from tests.redis_server import RedisServer
+from tests.scripted_owner import ScriptedOwner
 from tests.service import Service
 
 if TYPE_CHECKING:
@@ -46,6 +49,33 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
     """A server for this test alone, which may kill, pause and start it again."""
     with RedisServer(tmp_path / "own-redis") as server:
         yield server
+
+
+@pytest.fixture
+def settings(redis_url: str) -> Settings:
+    """What `api` and `owner` run with. A file that needs others has a fixture of this name of its own."""
+    return Settings(redis_url=redis_url, engine="simulated")
+
+
+@pytest.fixture
+def api(settings: Settings) -> Iterator[ApiServer]:
+    """An API without a worker."""
+    with running_api(settings) as api:
+        yield api
+
+
+@pytest.fixture
+def client(api: ApiServer) -> Iterator[httpx2.Client]:
+    """A client of `api`."""
+    with api.client() as client:
+        yield client
+
+
+@pytest.fixture
+def owner(settings: Settings) -> Iterator[ScriptedOwner]:
+    """A worker that does what the test says."""
+    with ScriptedOwner(settings) as owner:
+        yield owner
 
 
 @pytest.fixture(scope="session", autouse=True)

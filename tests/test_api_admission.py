@@ -42,12 +42,6 @@ def api(redis_url: str) -> Iterator[ApiServer]:
         yield api
 
 
-@pytest.fixture
-def client(api: ApiServer) -> Iterator[httpx2.Client]:
-    with api.client() as client:
-        yield client
-
-
 def fill(client: httpx2.Client, n: int = 3) -> list[str]:
     answers = [client.post("/jobs", json={"prompt": "Hello", "max_tokens": 5}) for _ in range(n)]
     assert {answer.status_code for answer in answers} == {202}

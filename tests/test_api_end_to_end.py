@@ -29,12 +29,6 @@ def api(service: Service) -> Iterator[ApiServer]:
         yield api
 
 
-@pytest.fixture
-def client(api: ApiServer) -> Iterator[httpx2.Client]:
-    with api.client() as client:
-        yield client
-
-
 def test_the_text_is_what_the_engine_says(client: httpx2.Client) -> None:
     body = {"prompt": "Hello, I am", "seed": 5}
     assert client.post("/basic_generate", json=body).json()["generated_text"] == "Hello, I am" + simulated_text(

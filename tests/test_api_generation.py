@@ -30,29 +30,6 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def settings(redis_url: str) -> Settings:
-    return Settings(redis_url=redis_url, engine="simulated")
-
-
-@pytest.fixture
-def api(settings: Settings) -> Iterator[ApiServer]:
-    with running_api(settings) as api:
-        yield api
-
-
-@pytest.fixture
-def client(api: ApiServer) -> Iterator[httpx2.Client]:
-    with api.client() as client:
-        yield client
-
-
-@pytest.fixture
-def owner(settings: Settings) -> Iterator[ScriptedOwner]:
-    with ScriptedOwner(settings) as owner:
-        yield owner
-
-
-@pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as threads:
         yield threads

@@ -6,7 +6,6 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
@@ -24,24 +23,6 @@ from tests.scripted_owner import ScriptedOwner
 @pytest.fixture
 def settings(redis_url: str) -> Settings:
     return Settings(redis_url=redis_url, engine="simulated", max_wait_s=10)
-
-
-@pytest.fixture
-def api(settings: Settings) -> Iterator[ApiServer]:
-    with running_api(settings) as api:
-        yield api
-
-
-@pytest.fixture
-def client(api: ApiServer) -> Iterator[httpx2.Client]:
-    with api.client() as client:
-        yield client
-
-
-@pytest.fixture
-def owner(settings: Settings) -> Iterator[ScriptedOwner]:
-    with ScriptedOwner(settings) as owner:
-        yield owner
 
 
 def submit(client: httpx2.Client, **fields: object) -> dict[str, object]:

@@ -38,11 +38,6 @@ REVOKED_S = LOOK_S + 4
 
 
 @pytest.fixture
-def settings(redis_url: str) -> Settings:
-    return Settings(redis_url=redis_url, engine="simulated")
-
-
-@pytest.fixture
 def holder(redis_client: redis.Redis) -> Holder:
     return make_key(redis_client, "first")
 

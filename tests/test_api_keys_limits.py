@@ -31,12 +31,6 @@ def settings(redis_url: str) -> Settings:
     return Settings(redis_url=redis_url, engine="simulated", model_aliases="nickname=other")
 
 
-@pytest.fixture
-def owner(settings: Settings) -> Iterator[ScriptedOwner]:
-    with ScriptedOwner(settings) as owner:
-        yield owner
-
-
 @contextlib.contextmanager
 def calling(settings: Settings, holder: Holder) -> Iterator[httpx2.Client]:
     """An API that knows the key, and a client that sends it."""

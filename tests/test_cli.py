@@ -89,8 +89,23 @@ def test_a_redis_that_would_evict_jobs_is_refused_with_the_command_that_mends_it
     assert "CONFIG SET maxmemory-policy noeviction" in error
 
 
-def test_a_redis_url_that_is_none_is_refused(tmp_path: Path) -> None:
-    assert "CARPOOL_REDIS_URL" in up_refuses(tmp_path, "--redis-url", "http://127.0.0.1:6379")
+@pytest.mark.parametrize("command", [["up", "--engine", "simulated"], ["api"], ["webhooks"], ["keys", "list"]])
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [
+        ("http://:secret@127.0.0.1:6379", "'http://' is no beginning of it"),
+        ("sentinel://:secret@127.0.0.1:26379", "sentinels cannot be asked for the primary"),
+        ("secret@127.0.0.1:6379", "it has no scheme"),
+        ("redis://:1secret/2@127.0.0.1:6379", "its port is no number"),
+    ],
+)
+def test_a_redis_url_that_is_none_is_refused(tmp_path: Path, command: list[str], url: str, cause: str) -> None:
+    done = carpool(*command, "--redis-url", url, settings={"CARPOOL_DATA_DIR": str(tmp_path / "data")})
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr.startswith(f"Error: CARPOOL_REDIS_URL=…: {cause}")
+    assert "redis://host:6379/0" in done.stderr
+    assert "secret" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_host_for_strangers_is_refused_without_keys(tmp_path: Path) -> None:

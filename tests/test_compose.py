@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer.main
+import yaml
 from typer.core import TyperGroup
 
 from ops.cli import app
@@ -184,6 +185,29 @@ def test_secrets_are_read_from_files_that_are_made_and_mounted(services: dict[st
     }
     assert holders == {"webhooks": {"api", "webhooks"}, "flower": {"flower"}, "grafana": {"grafana"}}
     assert services["secrets"]["network_mode"] == "none"
+
+
+def test_what_is_mounted_from_here_is_there_and_is_what_is_read(services: dict[str, Any]) -> None:
+    mounted = {
+        volume["target"]: Path(volume["source"])
+        for service in services.values()
+        for volume in service.get("volumes", ())
+        if volume["type"] == "bind"
+    }
+    folders = {target: source.relative_to(ROOT).as_posix() for target, source in mounted.items()}
+    assert folders == {
+        "/etc/prometheus": "ops/prometheus",
+        "/etc/grafana/provisioning": "ops/grafana/provisioning",
+        "/etc/grafana/dashboards": "ops/grafana/dashboards",
+    }
+    assert all(source.is_dir() for source in mounted.values())
+    (config,) = [word for word in services["prometheus"]["command"] if word.startswith("--config.file=")]
+    file = Path(config.partition("=")[2])
+    assert (mounted[str(file.parent)] / file.name).is_file()
+    (provider,) = yaml.safe_load((mounted["/etc/grafana/provisioning"] / "dashboards/carpool.yml").read_text())[
+        "providers"
+    ]
+    assert list(mounted[provider["options"]["path"]].glob("*.json"))
 
 
 def test_every_part_gets_more_time_to_end_than_it_takes(services: dict[str, Any]) -> None:

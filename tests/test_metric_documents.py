@@ -1,4 +1,4 @@
-"""The page on metrics, the dashboard and the alerts name what a real service really tells."""
+"""The page on metrics, the dashboard, the alerts and the autoscaler name what a real service really tells."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
 PROMETHEUS = Path(ops_file).parent / "prometheus"
 GRAFANA = Path(ops_file).parent / "grafana"
+AUTOSCALER = Path(ops_file).parent / "kubernetes" / "keda.yaml"
 #: What Prometheus itself puts on everything that it scrapes.
 OF_PROMETHEUS = {"instance", "job"}
 COLUMNS, SCREEN_ROWS = 24, 25
@@ -100,6 +101,8 @@ def expressions() -> Iterator[tuple[str, str]]:
             yield variable["name"], f"max by ({inside[2]}) ({inside[1]})"
     for rule in rules():
         yield rule["alert"], rule["expr"]
+    for trigger in yaml.safe_load(AUTOSCALER.read_text())["spec"]["triggers"]:
+        yield f"{AUTOSCALER.name}: {trigger['name']}", trigger["metadata"]["query"]
     for expression in re.findall(r"`([^`\n]*\bcarpool_[^`\n]*\))`", PAGE.read_text()):
         yield "docs/metrics.md", expression
 
@@ -233,7 +236,9 @@ def test_what_reads_expressions_reads_them(expression: str, found: set[tuple[str
 def _promtool() -> str:
     found = shutil.which("promtool", path=os.environ.get("PATH"))
     if found is None:
-        pytest.skip("promtool is not installed: apt-get install prometheus")
+        pytest.skip(
+            "promtool is not there (.ci/run fetches it; else: apt-get install prometheus): alerts are not tried"
+        )
     return found
 
 

@@ -44,12 +44,6 @@ def api(service: Service) -> Iterator[ApiServer]:
         yield api
 
 
-@pytest.fixture
-def client(api: ApiServer) -> Iterator[httpx2.Client]:
-    with api.client() as client:
-        yield client
-
-
 def later(client: httpx2.Client, what: str, holds: Callable[[Scrape], bool]) -> Scrape:
     """A scrape of which something is true, in the end."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -23,24 +22,6 @@ from tests.scripted_owner import ScriptedOwner
 @pytest.fixture
 def settings(redis_url: str) -> Settings:
     return Settings(redis_url=redis_url, engine="simulated", lease_s=6, renew_s=2)
-
-
-@pytest.fixture
-def api(settings: Settings) -> Iterator[ApiServer]:
-    with running_api(settings) as api:
-        yield api
-
-
-@pytest.fixture
-def client(api: ApiServer) -> Iterator[httpx2.Client]:
-    with api.client() as client:
-        yield client
-
-
-@pytest.fixture
-def owner(settings: Settings) -> Iterator[ScriptedOwner]:
-    with ScriptedOwner(settings) as owner:
-        yield owner
 
 
 def look(client: httpx2.Client, **options: Any) -> dict[str, Any]:

@@ -35,12 +35,6 @@ def settings(redis_url: str) -> Settings:
     return Settings(redis_url=redis_url, engine="simulated", reaper_tick_s=0.1)
 
 
-@pytest.fixture
-def owner(settings: Settings) -> Iterator[ScriptedOwner]:
-    with ScriptedOwner(settings) as owner:
-        yield owner
-
-
 def ended(client: openai.OpenAI, id: str) -> Batch:
     """The batch, once it has ended."""
 

@@ -31,17 +31,6 @@ def client(simulated_api: ApiServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@pytest.fixture
-def settings(redis_url: str) -> Settings:
-    return Settings(redis_url=redis_url, engine="simulated")
-
-
-@pytest.fixture
-def owner(settings: Settings) -> Iterator[ScriptedOwner]:
-    with ScriptedOwner(settings) as owner:
-        yield owner
-
-
 def test_an_answer_is_the_job_of_its_id(simulated_api: ApiServer, client: openai.OpenAI) -> None:
     messages: list[Any] = [
         {"role": "developer", "content": "Be brief."},

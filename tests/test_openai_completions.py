@@ -153,17 +153,6 @@ def lp(text: bytes, logprob: float, *others: tuple[bytes, float]) -> TokenLogpro
     return TokenLogprob(id=9, lp=logprob, b=list(text), top=top)
 
 
-@pytest.fixture
-def settings(redis_url: str) -> Settings:
-    return Settings(redis_url=redis_url, engine="simulated")
-
-
-@pytest.fixture
-def owner(settings: Settings) -> Iterator[ScriptedOwner]:
-    with ScriptedOwner(settings) as owner:
-        yield owner
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_have_the_legacy_shape(settings: Settings, owner: ScriptedOwner, stream: bool) -> None:
     body = {"prompt": "x", "logprobs": 1, "max_tokens": 4, "stream": stream}

@@ -23,17 +23,6 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture
-def settings(redis_url: str) -> Settings:
-    return Settings(redis_url=redis_url, engine="simulated")
-
-
-@pytest.fixture
-def owner(settings: Settings) -> Iterator[ScriptedOwner]:
-    with ScriptedOwner(settings) as owner:
-        yield owner
-
-
-@pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as threads:
         yield threads

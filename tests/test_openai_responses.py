@@ -30,17 +30,6 @@ def client(simulated_api: ApiServer) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-def settings(redis_url: str) -> Settings:
-    return Settings(redis_url=redis_url, engine="simulated")
-
-
-@pytest.fixture
-def owner(settings: Settings) -> Iterator[ScriptedOwner]:
-    with ScriptedOwner(settings) as owner:
-        yield owner
-
-
-@pytest.fixture
 def scripted(settings: Settings, owner: ScriptedOwner) -> Iterator[openai.OpenAI]:
     """A client of an API whose one worker is moved by hand."""
     with running_api(settings) as api, openai_client(api) as client:

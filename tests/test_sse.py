@@ -7,7 +7,6 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 
 import httpx2
 import pytest
@@ -24,24 +23,6 @@ from tests.scripted_owner import ScriptedOwner
 @pytest.fixture
 def settings(redis_url: str) -> Settings:
     return Settings(redis_url=redis_url, engine="simulated", sse_heartbeat_s=0.3)
-
-
-@pytest.fixture
-def api(settings: Settings) -> Iterator[ApiServer]:
-    with running_api(settings) as api:
-        yield api
-
-
-@pytest.fixture
-def client(api: ApiServer) -> Iterator[httpx2.Client]:
-    with api.client() as client:
-        yield client
-
-
-@pytest.fixture
-def owner(settings: Settings) -> Iterator[ScriptedOwner]:
-    with ScriptedOwner(settings) as owner:
-        yield owner
 
 
 def submit(client: httpx2.Client, **fields: object) -> str:

@@ -29,12 +29,6 @@ def api(redis_url: str) -> Iterator[ApiServer]:
         yield api
 
 
-@pytest.fixture
-def client(api: ApiServer) -> Iterator[httpx2.Client]:
-    with api.client() as client:
-        yield client
-
-
 def files() -> list[Path]:
     return sorted(FOLDER.iterdir())
 

@@ -22,18 +22,6 @@ def settings(redis_url: str) -> Settings:
     )
 
 
-@pytest.fixture
-def api(settings: Settings) -> Iterator[ApiServer]:
-    with running_api(settings) as api:
-        yield api
-
-
-@pytest.fixture
-def client(api: ApiServer) -> Iterator[httpx2.Client]:
-    with api.client() as client:
-        yield client
-
-
 @pytest.mark.parametrize(
     "host",
     [

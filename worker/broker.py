@@ -19,7 +19,7 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
 from redis.exceptions import OutOfMemoryError
 
-from tasks.broker import CarpoolChannel, CarpoolSentinelChannel
+from tasks.broker import CarpoolChannel
 from tasks.invitations import INVITATION_HEADER
 
 _log = structlog.get_logger("carpool.broker")
@@ -157,16 +157,7 @@ class GatedTransport(kombu_redis.Transport):
     Channel = GatedChannel
 
 
-class GatedSentinelChannel(ClosingChannel, CarpoolSentinelChannel):
-    QoS = GatedQoS
-
-
-class GatedSentinelTransport(kombu_redis.SentinelTransport):
-    Channel = GatedSentinelChannel
-
-
 def use_gate(conf: Any, gate: Callable[[], int]) -> None:
     """Make a Celery configuration consume through the gate."""
-    scheme = str(conf.broker_url).split("://", 1)[0]
-    conf.broker_transport = f"worker.broker:{'GatedSentinelTransport' if scheme == 'sentinel' else 'GatedTransport'}"
+    conf.broker_transport = "worker.broker:GatedTransport"
     conf.broker_transport_options = {**conf.broker_transport_options, GATE_OPTION: gate}

@@ -46,6 +46,33 @@ class EngineSequence:
     prompt: str
 
 
+def context_exceeded(num_tokens: int, context_length: int) -> SequenceError:
+    """The error of a sequence whose tokens leave no room for another in the model's context."""
+    return SequenceError(
+        "context_length_exceeded",
+        f"prompt and completion have {num_tokens} tokens and the model takes {context_length} in all, so that there is "
+        "no room for another: send a shorter prompt",
+    )
+
+
+def check_room(sequence: EngineSequence, num_free_slots: int, max_batch_size: int, context_length: int) -> None:
+    """What any engine with a context of `context_length` tokens asks of a newcomer.
+
+    Raises:
+        SequenceError: no slot is free, or the sequence has no token, or no room for another.
+    """
+    if num_free_slots == 0:
+        raise SequenceError(
+            "engine_error",
+            f"sequence {sequence.id} found all {max_batch_size} slots taken: raise CARPOOL_MAX_BATCH_SIZE",
+        )
+    if not sequence.prompt_ids:
+        raise SequenceError("invalid_request", "the prompt has no tokens: send at least one")
+    num_tokens = len(sequence.prompt_ids) + len(sequence.output_ids)
+    if num_tokens >= context_length:
+        raise context_exceeded(num_tokens, context_length)
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """How likely a drawn token was, by the log-softmax of the model's logits before anything was done to them.

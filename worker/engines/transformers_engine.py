@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tasks.settings import Settings
-from worker.engines.base import Emission, EngineSequence, Logprob, Report, SequenceError
+from worker.engines.base import Emission, EngineSequence, Logprob, Report, SequenceError, check_room, context_exceeded
 from worker.engines.chunk_budget import ChunkBudget
 from worker.engines.forward import Chunk, ForwardPass, num_embeddings, num_logits
 from worker.engines.grammar import GrammarCompiler
@@ -117,15 +117,7 @@ class TransformersEngine:
     @torch.inference_mode()
     def add(self, sequence: EngineSequence) -> None:
         token_ids = [*sequence.prompt_ids, *sequence.output_ids]
-        if self.num_free_slots == 0:
-            raise SequenceError(
-                "engine_error",
-                f"sequence {sequence.id} found all {self._max_batch_size} slots taken: raise CARPOOL_MAX_BATCH_SIZE",
-            )
-        if not sequence.prompt_ids:
-            raise SequenceError("invalid_request", "the prompt has no tokens: send at least one")
-        if len(token_ids) >= self._card.context_length:
-            raise _context_exceeded(len(token_ids), self._card.context_length)
+        check_room(sequence, self.num_free_slots, self._max_batch_size, self._card.context_length)
         if max(token_ids) >= self._num_embeddings:
             raise SequenceError(
                 "invalid_request",
@@ -182,7 +174,7 @@ class TransformersEngine:
         """End those whose last token fills the context: nobody should have asked for another."""
         length = self._card.context_length
         full = [ride for ride in self._decoding if len(ride.token_ids) >= length]
-        return [self._fail(ride, _context_exceeded(len(ride.token_ids), length)) for ride in full]
+        return [self._fail(ride, context_exceeded(len(ride.token_ids), length)) for ride in full]
 
     def _find_prefixes(self) -> None:
         """Where the prompts that have not begun are to begin: behind what an earlier sequence has left."""
@@ -320,14 +312,6 @@ class TransformersEngine:
             self.cache.clear(ride.row, ride.num_computed)
         if not self._riding():
             self.cache.shrink()
-
-
-def _context_exceeded(num_tokens: int, context_length: int) -> SequenceError:
-    return SequenceError(
-        "context_length_exceeded",
-        f"prompt and completion have {num_tokens} tokens and the model takes {context_length} in all, so that there is "
-        "no room for another: send a shorter prompt",
-    )
 
 
 def load(settings: Settings, report: Report) -> TransformersEngine:

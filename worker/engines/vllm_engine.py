@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from tasks.job_request import SamplingParams
 from tasks.settings import Settings
 from worker.engines import vllm_setup
-from worker.engines.base import Emission, EngineSequence, Logprob, Report, SequenceError
+from worker.engines.base import Emission, EngineSequence, Logprob, Report, SequenceError, check_room, context_exceeded
 from worker.engines.grammar import Grammar, GrammarCompiler
 from worker.engines.model_source import find_model
 from worker.engines.pretrained import check_memory, files_of, fingerprint, identity_of, load_tokenizer
@@ -124,15 +124,7 @@ class VllmEngine:
 
     def _check(self, sequence: EngineSequence) -> None:
         token_ids = [*sequence.prompt_ids, *sequence.output_ids]
-        if self.num_free_slots == 0:
-            raise SequenceError(
-                "engine_error",
-                f"sequence {sequence.id} found all {self._max_batch_size} slots taken: raise CARPOOL_MAX_BATCH_SIZE",
-            )
-        if not sequence.prompt_ids:
-            raise SequenceError("invalid_request", "the prompt has no tokens: send at least one")
-        if len(token_ids) >= self._card.context_length:
-            raise _context_exceeded(len(token_ids), self._card.context_length)
+        check_room(sequence, self.num_free_slots, self._max_batch_size, self._card.context_length)
         named = [int(token_id) for token_id in sequence.params.logit_bias]
         for what, ids in (("the prompt holds", token_ids), ("logit_bias names", named)):
             if ids and max(ids) >= self._vocab_size:
@@ -145,7 +137,7 @@ class VllmEngine:
         full = [ride for ride in self._riding.values() if ride.num_tokens >= self._card.context_length]
         for ride in full:
             del self._riding[ride.id]
-        return [Emission(ride.id, error=_context_exceeded(ride.num_tokens, self._card.context_length)) for ride in full]
+        return [Emission(ride.id, error=context_exceeded(ride.num_tokens, self._card.context_length)) for ride in full]
 
     def _emit(self, ride: _Ride, output: RequestOutput) -> Emission:
         completion = output.outputs[0]
@@ -183,14 +175,6 @@ def _logprob(token_id: int, values: Mapping[int, float], count: int | None) -> L
     """The logprob of a drawn token with its alternatives; of equally likely ones the lower id comes first."""
     ranked = sorted(values.items(), key=lambda pair: (-pair[1], pair[0]))
     return Logprob(token_id, values[token_id], tuple(ranked[: count or 0]))
-
-
-def _context_exceeded(num_tokens: int, context_length: int) -> SequenceError:
-    return SequenceError(
-        "context_length_exceeded",
-        f"prompt and completion have {num_tokens} tokens and the model takes {context_length} in all, so that there is "
-        "no room for another: send a shorter prompt",
-    )
 
 
 def load(settings: Settings, report: Report) -> VllmEngine:
