@@ -284,7 +284,7 @@ def test_deliveries_of_a_webhook_are_in_the_trace(redis_url: str, tmp_path: Path
         service.worker()
         with WebhooksProcess(settings, tmp_path):
             post(api, "/jobs", max_tokens=2, webhook_url=receiver.url)
-            collector.until("it is told", lambda: collector.named("webhook"))
+            collector.until("both are told", lambda: collector.named("webhook") and collector.named("accept"))
     (webhook,) = collector.named("webhook")
     assert webhook.trace_id == collector.named("accept")[0].trace_id
     assert (webhook.kind, webhook.attributes["http.response.status_code"]) == (CLIENT, 200)

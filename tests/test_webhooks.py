@@ -159,7 +159,11 @@ def test_a_request_sent_again_with_its_key_is_one_job_with_one_event(world: Worl
 
 def test_a_secret_that_takes_another_s_place_signs_beside_it(world: World, tmp_path: Path) -> None:
     settings = world.settings.model_copy(
-        update={"webhook_secret": webhook_settings("", webhook_secret=f"{OTHER_SECRET} {SECRET}").webhook_secret}
+        update={
+            "webhook_secret": webhook_settings(
+                world.settings.redis_url, webhook_secret=f"{OTHER_SECRET} {SECRET}"
+            ).webhook_secret
+        }
     )
     with WebhooksProcess(settings, tmp_path):
         world.owner.run([" a"], world.submit())
