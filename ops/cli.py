@@ -142,7 +142,6 @@ def api(
 @app.command()
 def worker(
     name: Annotated[str | None, typer.Option(help="The worker's name; else worker-<host name>.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Only tell whether the worker of this name lives.")] = False,
     engine: Engine = None,
     engine_arg: EngineArg = None,
     model: Model = None,
@@ -168,11 +167,6 @@ def worker(
         redis_url=redis_url,
     )
     name = name or process_name("worker")
-    if check:
-        from ops.health import check_health
-
-        typer.echo(check_health(settings, "worker", name, 0, ready=False, without_redis=False))
-        return
     from ops import preflight
     from ops.checks import check_model
     from worker.main import run

@@ -17,7 +17,7 @@ from tasks import entries, keys
 #: Header of an invitation: without the job's record it is dropped, where a plain task would be accepted.
 INVITATION_HEADER: Final = "carpool_invitation"
 
-# What a script puts in, by name (`send_message` in tasks/lua/prelude.lua).
+# What a script puts in, by name (`send_message` in tasks/lua/invitations.lua).
 _ID: Final = "@id@"
 _QUEUE: Final = "@queue@"
 _TAG: Final = "@tag@"

@@ -21,12 +21,14 @@ from tasks.settings import Settings
 T = TypeVar("T")
 
 
+#: What every script has, in this order.
+_SHARED = ("prelude", "objects", "ends", "invitations")
 #: What waits, whose turn it is, and how long that takes: scripts have it in the table Q. In two parts, the second of
 #: which many calls do without.
 _QUEUE = (("queue",), ("shares", "rates"))
 #: A part that reads the inside of those.
 _INSIDE = "admission"
-#: Parts that some scripts share, and stand before them in this order. All have the prelude.
+#: Parts that some scripts share, and stand before them in this order.
 _FILES = ("files",)
 _BATCHES = ("files", "batches")
 _WEBHOOKS = ("webhooks",)
@@ -65,8 +67,9 @@ def script_text(name: str) -> str:
     shebang = "#!lua" if name in _NEW_WORK else "#!lua flags=allow-oom"
     parts = PARTS.get(name, ())
     queue = _at_once if _INSIDE in parts else _when_needed
+    shared = (_sources()[part] for part in _SHARED)
     rest = (_sources()[part] for part in (*parts, name))
-    return "\n".join([shebang, _sources()["prelude"], queue(_QUEUE), *rest])
+    return "\n".join([shebang, *shared, queue(_QUEUE), *rest])
 
 
 def _at_once(parts: Sequence[Sequence[str]]) -> str:

@@ -370,11 +370,11 @@ def test_it_starts_in_a_folder_that_has_packages_of_the_same_names(tmp_path: Pat
 
 def test_a_worker_alone_says_whether_it_lives(own_redis: RedisServer) -> None:
     settings = {"CARPOOL_REDIS_URL": own_redis.url, "CARPOOL_ENGINE": "simulated"}
-    assert carpool("worker", "--check", "--name", "solo", settings=settings).returncode == ExitCode.FAILED
+    assert carpool("health", "worker", "--name", "solo", settings=settings).returncode == ExitCode.FAILED
     worker = subprocess.Popen([CARPOOL, "worker", "--name", "solo"], env=plain_environment(settings))
     try:
         until(
-            lambda: carpool("worker", "--check", "--name", "solo", settings=settings).stdout == "solo: ready\n",
+            lambda: carpool("health", "worker", "--name", "solo", settings=settings).stdout == "solo: ready\n",
             "the worker is ready",
         )
         worker.terminate()

@@ -1,4 +1,4 @@
--- Sum up what was noted of jobs (`note` in the prelude): what metrics count, as numbers that only rise, for each pool a hash.
+-- Sum up what was noted of jobs (`note` in ends.lua): what metrics count, as numbers that only rise, for each pool a hash.
 -- Taken off the list and counted in one call, so any number of processes may do it. ARGV[2]: JSON {page: so many lines at
 -- most, bounds: of each histogram, ascending}. Returns how many lines there were; with as many as a page there may be more.
 -- A hash has, for each histogram, <name>:<class>:<bound> (how many were above the bound before it and not above this one)
