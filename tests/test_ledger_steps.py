@@ -185,3 +185,18 @@ def test_a_list_and_a_view_speak_of_what_is_there(ledger: LedgerOnAClock) -> Non
     assert [view["id"] for view in (*first, *rest)] == ["j4", "j3", "j1", "j0"]
     assert end == ""
     assert ledger.run(ledger.calls.view(["j2", "j0"]))[0] is None
+
+
+def test_tokens_that_a_cache_had_are_those_of_the_first_ride(ledger: LedgerOnAClock) -> None:
+    """What a later ride finds in a cache may be what the first one has computed."""
+    for id, first_found, told in (("a", 3, {"cached_tokens": 3}), ("b", 0, None)):
+        ledger.accept(id)
+        first = ledger.claim(id)
+        ledger.step(write(first, 1, 1, board=True, prompt_tokens=8, cached_tokens=first_found))
+        ledger.let_lease_run_out(first)
+        second = ledger.claim(id, worker="w2")
+        ledger.step(write(second, 2, 1, prompt_tokens=8, cached_tokens=7))
+        ledger.finish(second)
+        view = ledger.view(id)
+        assert view["usage"].get("prompt_tokens_details") == told
+        assert view["usage"]["prompt_tokens"] == 8

@@ -30,7 +30,7 @@ local function one(key, a)
     local tokens, cached = string.match(prompts, '^(%d+) (%d+)$')
     redis.call('HSET', key, 'prompt_tokens', tokens)
     -- of its first ride: what a later one finds in a cache may be what that one has computed
-    if cached ~= '0' then redis.call('HSETNX', key, 'cached_tokens', cached) end
+    if cached ~= '0' and redis.call('HGET', key, 'rides') == '1' then redis.call('HSET', key, 'cached_tokens', cached) end
   end
   if first > 0 and first ~= k + 1 then return { 'at', j.k, stop } end
   if board ~= '' then redis.call('HSET', key, 'boarded', j.k) end
